@@ -1,0 +1,151 @@
+"""What crosses the border of a stage process: small frozen records, and nothing else.
+
+This module loads no torch: the flow process builds requests and reads results with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+
+DIGEST_PATTERN = r"^[0-9a-f]{64}$"
+MAX_SEED = 2**64 - 1
+
+Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
+StageName = Literal["inspect", "encode", "condition", "denoise", "decode"]
+
+
+def canonical_json(value: JsonValue) -> bytes:
+    """One byte string per value: sorted keys, no spaces, ASCII, no NaN, no negative zero.
+
+    Raises:
+        ValueError: `value` holds a NaN or an infinity.
+        TypeError: `value` holds something that is not plain JSON.
+    """
+    return json.dumps(
+        _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} cannot be part of a request; use a finite number")
+        return value + 0.0  # -0.0 and 0.0 ask for the same thing
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is {type(key).__name__}, not text")
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} cannot be part of a request; use plain JSON values")
+
+
+def json_digest(value: JsonValue) -> str:
+    """The sha256 of a value's canonical JSON, as 64 hex digits."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+class Record(BaseModel):
+    """A frozen record with no room for unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArtifactRef(Record):
+    """Names an artifact by what it holds, never by where it lies.
+
+    Attributes:
+        digest: sha256 of the content, 64 hex digits.
+        size: Bytes.
+        media_type: `application/vnd.safetensors`, `image/png`, `application/json`.
+    """
+
+    digest: Digest
+    size: int = Field(ge=0)
+    media_type: str = "application/vnd.safetensors"
+
+
+class StageResult(Record):
+    """What a stage hands to the next one: references only, under 1 kB."""
+
+    stage: str
+    artifacts: dict[str, ArtifactRef]
+
+    def only(self) -> ArtifactRef:
+        """The one artifact of a stage that makes one."""
+        (ref,) = self.artifacts.values()
+        return ref
+
+
+class StageRequest(Record):
+    """All that determines the bytes of a stage's output, and nothing else.
+
+    Attributes:
+        stage: Which stage runs.
+        code_version: Raised by hand when the stage's output changes for equal inputs.
+        family: Name of the model family's declaration, such as `z-image`.
+        task: The family's task, such as `text-to-image`; it fixes which blocks run.
+        libraries: Versions of the libraries that define the mathematics.
+        components: Fingerprint of each component whose weights this stage loads.
+        configs: Digest of the configuration of every component of the model: absent
+            models still lend their geometry to the phases that do not load them.
+        inputs: Upstream artifacts by role, such as `embeds` or `latents`.
+        dtype: Compute dtype by torch name, such as `bfloat16`.
+        options: The pipeline's own arguments for this phase, as plain JSON.
+        seed: Seed of the CPU generator, 0 to 2**64 - 1; None where nothing is drawn.
+        label: For people; not part of the digest.
+    """
+
+    stage: StageName
+    code_version: str
+    family: str
+    task: str
+    libraries: dict[str, str] = Field(default_factory=dict)
+    components: dict[str, Digest] = Field(default_factory=dict)
+    configs: dict[str, Digest] = Field(default_factory=dict)
+    inputs: dict[str, ArtifactRef] = Field(default_factory=dict)
+    dtype: str
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    label: str = Field(default="", exclude=True)
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_plain(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        canonical_json(options)
+        return options
+
+    @property
+    def digest(self) -> str:
+        """The cache key: sha256 of the request's canonical JSON, without its label."""
+        return json_digest(self.model_dump(mode="json"))
+
+
+class StageContext(Record):
+    """Where and how a request runs; none of it may change a bit of the result.
+
+    Attributes:
+        model_dir: The model directory in diffusers layout, absolute.
+        store_url: Where artifacts are read and written.
+        home_dir: Where remembered fingerprints and locks lie, absolute.
+        device: `cpu`, `cuda` or `cuda:N`.
+        num_threads: CPU threads of this stage; None leaves torch's own choice.
+        run_id: Names the run in logs and reports.
+    """
+
+    model_dir: str
+    store_url: str
+    home_dir: str
+    device: str = "cpu"
+    num_threads: int | None = Field(default=None, ge=1)
+    run_id: str = ""
