@@ -1,0 +1,55 @@
+"""What may cross a stage border: finite values that are not all one number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from stages.errors import BorderError
+
+
+def check_border(stage: str, values: Mapping[str, Any], *, where: str = "") -> None:
+    """Refuse tensors that cannot be the result of a healthy stage.
+
+    Args:
+        stage: Named in the error.
+        values: Any nesting of tensors; integer and bool tensors (ids, masks) pass.
+        where: Adds a place to the error, such as a step.
+
+    Raises:
+        BorderError: A value is NaN or infinite, or a tensor of several values is constant;
+            the message holds the tensor, its shape and the counts. Synchronises.
+    """
+    for name, tensor in _tensors(values, ""):
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        place = f"{stage}: {name} {tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+        place += f" {where}".rstrip()
+        finite = tensor.isfinite()
+        if not bool(finite.all()):
+            num_nan, num_all = int(tensor.isnan().sum()), tensor.numel()
+            num_inf = num_all - int(finite.sum()) - num_nan
+            share = 100 * (num_nan + num_inf) / num_all
+            raise BorderError(
+                f"{place} has {num_nan} NaN and {num_inf} infinite of {num_all} values "
+                f"({share:.3g} %); try dtype float32, another attention backend or other weights"
+            )
+        low, high = (float(item) for item in tensor.aminmax())
+        if tensor.numel() > 1 and low == high:
+            raise BorderError(
+                f"{place} is constant: all {tensor.numel()} values are {low:g}; "
+                "the model or its input is broken"
+            )
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{index}")

@@ -1,0 +1,32 @@
+"""The reference of every bit-equality test: one pipeline, one process, nothing staged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.components import component_names, renew_job_state
+from stages.families import Family
+
+
+def run_whole(
+    family: Family,
+    model_dir: Path,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    guidance: dict[str, float],
+    output: str | None = None,
+) -> Any:
+    """What the family's modular pipeline makes of a job when it runs unsplit."""
+    import diffusers
+
+    pipeline_class = getattr(diffusers, family.pipeline)
+    pipe = pipeline_class(pretrained_model_name_or_path=str(model_dir))
+    pipe.load_components(names=component_names(pipe), dtype=dtype)
+    renew_job_state(pipe, guidance)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return pipe(**options, generator=generator, output=output or family.output)
