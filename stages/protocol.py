@@ -1,7 +1,8 @@
 """The lines that a stage process and its launcher exchange: one JSON document each.
 
 Requests go down one pipe, events come up another; standard output and error are log text
-and never carry a result. This module loads no torch.
+and never carry a result. The messages between a launcher and its fork server and the exit
+codes of both kinds of process stand here too. This module loads no torch.
 """
 
 from __future__ import annotations
@@ -84,3 +85,84 @@ class Failed(Record):
 
 Event = Annotated[Ready | Progress | Warn | Done | Failed, Field(discriminator="kind")]
 EVENTS: TypeAdapter[Ready | Progress | Warn | Done | Failed] = TypeAdapter(Event)
+
+
+# ---- launcher and fork server: one message a packet ----------------------------------------
+
+
+class Fork(Record):
+    """To the fork server, with four descriptors: request, event, log and lifeline."""
+
+    kind: Literal["fork"] = "fork"
+    stage: str
+
+
+class Signal(Record):
+    """To the fork server: a signal for a child's process group, unless it is reaped already."""
+
+    kind: Literal["signal"] = "signal"
+    pid: int
+    signum: int
+
+
+class Serving(Record):
+    """From the fork server, once: its imports are done.
+
+    Attributes:
+        elapsed_s: Seconds from the server's start to this message.
+    """
+
+    kind: Literal["serving"] = "serving"
+    elapsed_s: float
+
+
+class Forked(Record):
+    """From the fork server, one per `Fork` and in their order."""
+
+    kind: Literal["forked"] = "forked"
+    pid: int
+
+
+class Refused(Record):
+    """From the fork server in place of `Forked`: a fork would not be safe, and why."""
+
+    kind: Literal["refused"] = "refused"
+    reason: str
+
+
+class Exited(Record):
+    """From the fork server: a child is gone, and its process group with it.
+
+    Attributes:
+        exit_code: The child's exit code, or minus the signal that ended it.
+    """
+
+    kind: Literal["exited"] = "exited"
+    pid: int
+    exit_code: int
+
+
+Order = Annotated[Fork | Signal, Field(discriminator="kind")]
+ORDERS: TypeAdapter[Fork | Signal] = TypeAdapter(Order)
+Notice = Annotated[Serving | Forked | Refused | Exited, Field(discriminator="kind")]
+NOTICES: TypeAdapter[Serving | Forked | Refused | Exited] = TypeAdapter(Notice)
+MAX_PACKET_BYTES = 65536
+
+# ---- exit codes ----------------------------------------------------------------------------
+
+EXIT_DONE = 0
+EXIT_WORKER_BUG = 70
+EXIT_BAD_REQUEST = 71
+EXIT_EVENTS_CLOSED = 72
+EXIT_ORPHANED = 73
+EXIT_TERMINATED = 143
+
+EXIT_MEANINGS = {
+    EXIT_DONE: "its request pipe was closed",
+    EXIT_WORKER_BUG: "an unexpected error outside of any request",
+    EXIT_BAD_REQUEST: "a line on its request pipe was no request",
+    EXIT_EVENTS_CLOSED: "its event pipe was closed while it answered",
+    EXIT_ORPHANED: "its launcher was gone before it had started",
+    EXIT_TERMINATED: "it was told to terminate",
+}
+"""Why a stage process or a fork server ended, by exit code."""

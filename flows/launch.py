@@ -1,0 +1,844 @@
+"""Start, drive and retire stage processes.
+
+A `Launcher` makes processes, by a fork server or by spawning an interpreter; a `StageSession`
+keeps one process per phase, gives it requests and retires it. Each child holds the read end
+of a *lifeline*, a pipe without data whose write end only this process holds: when it closes,
+for whatever reason, the kernel kills the child's whole process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from stages import contracts
+from stages.contracts import StageContext, StageRequest, StageResult
+from stages.errors import (
+    ERROR_TYPES,
+    RequestError,
+    StageCancelled,
+    StageCrashed,
+    StageError,
+    StageFailed,
+    StageOutOfMemory,
+    StageTimeout,
+)
+from stages.protocol import (
+    EVENTS,
+    EXIT_MEANINGS,
+    MAX_PACKET_BYTES,
+    NOTICES,
+    Done,
+    Exited,
+    Failed,
+    Fork,
+    Forked,
+    Progress,
+    Ready,
+    Refused,
+    Run,
+    Serving,
+    Signal,
+    Warn,
+)
+
+T = TypeVar("T")
+Event = Ready | Progress | Warn | Done | Failed
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+TICK_S = 0.2
+START_TIMEOUT_S = 120.0
+KILL_WAIT_S = 30.0  # a killed process first gives back its device memory and pinned pages
+NUM_LAST_LINES = 20
+MAX_LINE_BYTES = 4096
+
+
+class StageSession:
+    """One phase's process: started by the first request, kept for the next, then retired.
+
+    Args:
+        stage: The phase, as in `StageRequest.stage`.
+        launcher: Makes the process.
+        timeout_s: Seconds that a request may take once its process is ready; the time that
+            it waits for its turn on the device does not count. None: no limit.
+        on_event: Gets each event, in the thread that called `run`. What it raises ends the
+            request and the process.
+        grace_s: Seconds for a process to end by itself, before SIGTERM and before SIGKILL.
+        logger: Gets the process's standard output and error, line by line.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        launcher: Launcher,
+        timeout_s: float | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        *,
+        grace_s: float = 3.0,
+        logger: Logger | None = None,
+    ) -> None:
+        self.stage = stage
+        self._launcher = launcher
+        self._timeout_s = timeout_s
+        self._on_event = on_event
+        self._grace_s = grace_s
+        self._logger = logger or logging.getLogger(f"exeunt.stage.{stage}")
+        self._turn = threading.Lock()  # one request at a time
+        # Guards _process. Reentrant: `close` may run in a signal handler over `run`.
+        self._state = threading.RLock()
+        self._process: StageProcess | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def run(
+        self, request: StageRequest, context: StageContext
+    ) -> tuple[StageResult, dict[str, Any]]:
+        """Run a request in this phase's process and wait for its result and report.
+
+        Raises:
+            StageCancelled: The session was closed, before or during this call.
+            StageCrashed: The process died; the next `run` starts a fresh one.
+            StageTimeout: It took longer than `timeout_s` and was killed.
+            StageError: What the stage itself raised, in its own type; the process lives on.
+
+        Any other exception in this thread, such as Ctrl-C, kills the process and goes on up.
+        """
+        if request.stage != self.stage:
+            raise RequestError(f"the session of phase {self.stage} got a {request.stage} request")
+        try:
+            line = Run(request=request, context=context, label=request.label).model_dump_json()
+        except ValueError as error:
+            raise RequestError(
+                f"request of phase {self.stage} is no UTF-8 text: {error}"
+            ) from error
+        with self._turn:
+            process = self._living_process()
+            try:
+                answer = self._answer(process, line.encode() + b"\n")
+            except BaseException:
+                process.kill()
+                process.release()
+                raise
+        if isinstance(answer, Failed):
+            raise self._failure(answer)
+        return answer.result, answer.report
+
+    def close(self) -> None:
+        """Retire the process; a request in progress is cancelled, and none can start after.
+
+        An idle process ends when its request pipe closes; a busy one gets SIGTERM, and what
+        is left of the process group gets SIGKILL. Returns when the process is gone. Safe from
+        any thread and from a signal handler.
+        """
+        with self._state:
+            self._is_closed = True
+            process = self._process
+        if process is None:
+            return
+        is_idle = self._turn.acquire(blocking=False)
+        if not is_idle:
+            # `run` is waiting for an answer, perhaps under this very frame: it does the rest.
+            process.terminate(self._grace_s)
+            return
+        try:
+            process.retire(self._grace_s)
+            process.release()
+        finally:
+            self._turn.release()
+
+    def _living_process(self) -> StageProcess:
+        """The process of this session, or a fresh one in its place."""
+        if self._process is not None and not self._process.is_over():
+            if self._is_closed:
+                raise self._cancelled()
+            return self._process
+        if self._process is not None:
+            self._process.kill()
+            self._process.release()
+        if self._is_closed:
+            raise self._cancelled()
+        process = self._launcher.start(self.stage, self._logger, lambda: self._is_closed)
+        with self._state:
+            self._process = process
+        return process
+
+    def _answer(self, process: StageProcess, line: bytes) -> Done | Failed:
+        process.send(line)
+        limit_s: float | None = START_TIMEOUT_S
+        if process.is_ready:
+            limit_s = self._timeout_s
+        since = time.monotonic()
+        while True:
+            if self._is_closed:
+                raise self._cancelled()
+            events = process.exchange(TICK_S)
+            for event in events:
+                if isinstance(event, Ready) or getattr(event, "activity", "") == "waiting":
+                    limit_s, since = self._timeout_s, time.monotonic()
+                if self._on_event is not None:
+                    self._on_event(event)
+                elif isinstance(event, Warn):
+                    self._logger.warning("%s", printable(event.message))
+                if isinstance(event, Done | Failed):
+                    return event
+            if not events and process.is_over():
+                if self._is_closed:
+                    raise self._cancelled()
+                raise StageCrashed(process.obituary())
+            if limit_s is not None and time.monotonic() - since > limit_s:
+                what = "answer" if process.is_ready else "start"
+                raise StageTimeout(
+                    f"phase {self.stage} did not {what} within {limit_s:g} s and was killed; "
+                    "raise its timeout"
+                )
+
+    def _cancelled(self) -> StageCancelled:
+        return StageCancelled(f"phase {self.stage} was cancelled: its session is closed")
+
+    def _failure(self, answer: Failed) -> StageError:
+        kind = ERROR_TYPES.get(answer.error, StageFailed)
+        # Prefect logs no traceback of a task that is not retried.
+        is_unexpected = issubclass(kind, StageFailed | StageOutOfMemory)
+        for text in answer.traceback.splitlines():
+            self._logger.log(
+                logging.ERROR if is_unexpected else logging.DEBUG, "%s", printable(text)
+            )
+        return kind(printable(answer.message))
+
+
+# ---- one process ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Birth:
+    """A process that exists, and the hold on it of whoever reaps it.
+
+    Attributes:
+        pid: Its process id, and that of its process group.
+        exited: Its exit code or minus its signal, once it is reaped; None when the fork
+            server ended before it could tell.
+        signal_group: Sends a signal to its group, unless it is reaped.
+    """
+
+    pid: int
+    exited: futures.Future[int | None]
+    signal_group: Callable[[int], None]
+
+
+class StageProcess:
+    """This process's ends of one child's pipes, and the child's last hours.
+
+    `kill`, `terminate` and `is_over` may be called from any thread; the rest by whoever has
+    the session's turn.
+    """
+
+    def __init__(self, stage: str, logger: Logger) -> None:
+        self.stage = stage
+        self.is_ready = False
+        request_r, self._request_w = os.pipe()
+        self._event_r, event_w = os.pipe()
+        log_r, log_w = os.pipe()
+        lifeline_r, lifeline_w = os.pipe()
+        os.set_blocking(self._request_w, False)
+        self.child_fds = [request_r, event_w, log_w, lifeline_r]
+        self._lifeline = [lifeline_w]  # emptied by whoever closes it
+        self._log = LogLines(log_r, logger)
+        self._birth: Birth | None = None
+        self._outgoing = b""
+        self._incoming = b""
+        self._is_silent = False
+        self._memory = MemoryWatch()
+
+    def born(self, birth: Birth) -> None:
+        self._birth = birth
+
+    def close_child_fds(self) -> None:
+        """Close the child's ends here, so that a pipe ends when the child does."""
+        while self.child_fds:
+            os.close(self.child_fds.pop())
+
+    def send(self, line: bytes) -> None:
+        """Queue a request line; `exchange` writes it."""
+        self._outgoing += line
+
+    def exchange(self, timeout_s: float) -> list[Event]:
+        """Write what is queued and give the events that came, after `timeout_s` at most.
+
+        Raises:
+            StageCrashed: The process wrote something that is no event.
+        """
+        self._memory.look(self._birth)
+        poller = select.poll()
+        if not self._is_silent:
+            poller.register(self._event_r, select.POLLIN)
+        if self._outgoing:
+            poller.register(self._request_w, select.POLLOUT)
+        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        if self._request_w in ready:
+            try:
+                self._outgoing = self._outgoing[os.write(self._request_w, self._outgoing) :]
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:  # it is dying: its end is seen on the event pipe
+                self._outgoing = b""
+        if self._event_r not in ready:
+            return []
+        chunk = os.read(self._event_r, MAX_PACKET_BYTES)
+        self._is_silent = not chunk
+        *lines, self._incoming = (self._incoming + chunk).split(b"\n")
+        try:
+            events = [EVENTS.validate_json(line) for line in lines]
+        except ValueError as error:
+            raise StageCrashed(
+                f"phase {self.stage} wrote a line that is no event: {error}"
+            ) from error
+        self.is_ready = self.is_ready or bool(events)
+        return events
+
+    def is_over(self) -> bool:
+        """Whether no event can come any more."""
+        return self._is_silent or self._birth is None or self._birth.exited.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process is gone and reaped, after `timeout_s` at most."""
+        return self._birth is None or not futures.wait([self._birth.exited], timeout_s).not_done
+
+    def retire(self, grace_s: float) -> None:
+        """End an idle process: close its request pipe, then as `terminate`."""
+        fd, self._request_w = self._request_w, -1
+        os.close(fd)
+        if not self.wait(grace_s):
+            self.terminate(grace_s)
+
+    def terminate(self, grace_s: float) -> None:
+        """End the process group by SIGTERM, and after `grace_s` by SIGKILL."""
+        if self._birth is not None:
+            self._birth.signal_group(signal.SIGTERM)
+            self.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process group now, and wait until the process is reaped."""
+        if self._birth is not None:
+            self._birth.signal_group(signal.SIGKILL)
+        with suppress(IndexError):
+            os.close(self._lifeline.pop())
+        if not self.wait(KILL_WAIT_S):
+            logging.getLogger("exeunt.launch").error(
+                "phase %s: process %s is still there %g s after SIGKILL; its device memory may "
+                "not be free",
+                self.stage,
+                self._birth and self._birth.pid,
+                KILL_WAIT_S,
+            )
+
+    def release(self) -> None:
+        """Close every pipe; a process that is still starting dies of it."""
+        self.close_child_fds()
+        with suppress(IndexError):
+            os.close(self._lifeline.pop())
+        for fd in (self._request_w, self._event_r):
+            if fd >= 0:
+                os.close(fd)
+        self._request_w = self._event_r = -1
+        self._is_silent = True
+        self._log.finish()
+
+    def obituary(self) -> str:
+        """How the process died, for people; waits until it is reaped."""
+        birth = self._birth
+        assert birth is not None
+        if not self.wait(KILL_WAIT_S):
+            how = "closed its event pipe but did not end"
+        elif (code := birth.exited.result()) is None:
+            how = "ended together with the fork server"
+        elif code < 0:
+            how = f"killed by signal {-code} ({_signal_name(-code)})"
+        else:
+            how = f"ended with exit code {code} ({EXIT_MEANINGS.get(code, 'of its own')})"
+        is_killed = how.startswith(f"killed by signal {int(signal.SIGKILL)} ")
+        return f"phase {self.stage} {how}{self._memory.verdict(is_killed)}{self._log.last_lines()}"
+
+
+class LogLines:
+    """Turns a process's output into log lines, and remembers the last ones.
+
+    A thread of its own reads, so that a stage is never stopped by a full pipe for long.
+    """
+
+    def __init__(self, fd: int, logger: Logger) -> None:
+        self._fd = fd
+        self._logger = logger
+        self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._thread = threading.Thread(target=self._read, name="exeunt-log", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait a moment for the last lines: a process outside the group may hold the pipe."""
+        self._thread.join(1.0)
+
+    def last_lines(self) -> str:
+        """The last lines, as the end of a message; empty without any."""
+        self.finish()
+        lines = list(self._last)
+        return (
+            "".join(["; its last lines:", *(f"\n  {line[:500]}" for line in lines)])
+            if lines
+            else ""
+        )
+
+    def _read(self) -> None:
+        rest = b""
+        with os.fdopen(self._fd, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(MAX_PACKET_BYTES):
+                *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+                while len(rest) > MAX_LINE_BYTES:
+                    lines.append(rest[:MAX_LINE_BYTES])
+                    rest = rest[MAX_LINE_BYTES:]
+                for line in lines:
+                    self._log(line)
+            self._log(rest)
+
+    def _log(self, line: bytes) -> None:
+        text = printable(line.decode("utf-8", "backslashreplace"))
+        if text.strip():
+            self._last.append(text)
+            self._logger.info("%s", text)
+
+
+def printable(text: str) -> str:
+    """Text whose control characters, but for tab and newline, are escaped."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return "unnamed"
+
+
+class MemoryWatch:
+    """What speaks for or against host memory as the cause of a process's death."""
+
+    def __init__(self) -> None:
+        self._rss_bytes = 0
+        self._looked_at = 0.0
+        self._num_oom_kills = _num_oom_kills()
+
+    def look(self, birth: Birth | None) -> None:
+        """Note the process's resident memory, not more often than each tick."""
+        now = time.monotonic()
+        if birth is not None and now - self._looked_at >= TICK_S:
+            self._looked_at = now
+            with suppress(OSError, IndexError, ValueError):
+                pages = int(Path(f"/proc/{birth.pid}/statm").read_text().split()[1])
+                self._rss_bytes = (pages * os.sysconf("SC_PAGE_SIZE")) or self._rss_bytes
+
+    def verdict(self, is_killed: bool) -> str:
+        """The memory part of an obituary."""
+        limit_bytes = host_memory_limit_bytes()
+        facts = f"limit {_size(limit_bytes)}, last RSS {_size(self._rss_bytes)}"
+        is_near = self._rss_bytes > 0.8 * limit_bytes
+        if is_killed and (is_near or _num_oom_kills() > self._num_oom_kills):
+            return f", likely out of host memory: {facts}; raise the limit or lower the host budget"
+        return f" (host memory: {facts})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def host_memory_limit_bytes() -> int:
+    """Bytes that this process may use: the least of its control groups' limits and all memory."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder in _memory_cgroups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # absent, or "max"
+                limits.append(int((folder / name).read_text()))
+    return min(limits)
+
+
+def _num_oom_kills() -> int:
+    """Out-of-memory kills so far: of this process's control groups, else of the host."""
+    files = [
+        folder / name
+        for folder in _memory_cgroups()
+        for name in ("memory.events", "memory.oom_control")
+    ]
+    for file in [*files, Path("/proc/vmstat")]:
+        with suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _memory_cgroups() -> list[Path]:
+    """Folders of the control groups that bound this process's memory, innermost first."""
+    folders: list[Path] = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = Path("/sys/fs/cgroup", controllers)
+                inner = root / group.lstrip("/")
+                # A container may see the host's path without its folders: walk up to what exists.
+                folders += [
+                    folder
+                    for folder in (inner, *inner.parents)
+                    if folder.is_relative_to(root) and folder.is_dir()
+                ]
+    return folders
+
+
+# ---- making processes ----------------------------------------------------------------------
+
+
+class Launcher:
+    """Makes stage processes; one per flow process, shared by its sessions and threads.
+
+    Args:
+        method: `forkserver`, or `spawn` for a new interpreter per process.
+        preload: What the fork server imports, as `module` or `module:name`; None for its own
+            list.
+        environ: Added to the environment of every process made here. The rest of it, and
+            the working folder, are this process's at the time of this call.
+
+    Attributes:
+        method: Becomes `spawn` when the fork server is lost.
+        num_processes_started: Children made so far, by stage.
+    """
+
+    def __init__(
+        self,
+        method: Literal["forkserver", "spawn"] = "forkserver",
+        *,
+        preload: Sequence[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.method = method
+        self.num_processes_started: Counter[str] = Counter()
+        self._preload = preload
+        self._lock = threading.Lock()  # guards _server, method and the counter
+        self._server: ForkServer | None = None
+        self._spawner = Spawner(environ or {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start_fork_server(self) -> None:
+        """Start the fork server unless it runs; returns at once, its imports go on beside."""
+        with self._lock:
+            if self.method == "forkserver" and self._server is None:
+                self._server = ForkServer(self._spawner, self._preload)
+
+    def start(self, stage: str, logger: Logger, is_cancelled: Callable[[], bool]) -> StageProcess:
+        """Make a process for a stage; waits for the fork server's imports.
+
+        Raises:
+            StageCancelled: `is_cancelled` became true.
+            StageCrashed: No process can be made.
+        """
+        self.start_fork_server()
+        server = self._server
+        process = None
+        if server is not None:
+            try:
+                process = _fork(server, stage, logger, is_cancelled)
+            except ForkServerLost as lost:
+                self._give_up_forking(str(lost))
+        if process is None:
+            process = self._spawn(stage, logger, is_cancelled)
+        with self._lock:
+            self.num_processes_started[stage] += 1
+        return process
+
+    def close(self) -> None:
+        """End the fork server, and with it every child that a session still holds."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._spawner.close()
+
+    def _spawn(self, stage: str, logger: Logger, is_cancelled: Callable[[], bool]) -> StageProcess:
+        future = self._spawner.submit(_spawn_here, self._spawner, stage, logger)
+        try:
+            return _wait(future, stage, is_cancelled)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StageCrashed(f"phase {stage} cannot be started: {error}") from error
+        except BaseException:
+            future.add_done_callback(_abandon)
+            raise
+
+    def _give_up_forking(self, reason: str) -> None:
+        with self._lock:
+            server, self._server = self._server, None
+            self.method = "spawn"
+        if server is not None:  # only the first session that finds out tells
+            server.close()
+            logging.getLogger("exeunt.launch").warning(
+                "%s; each stage process starts as a new interpreter from now on", reason
+            )
+
+
+class Spawner:
+    """The one thread that starts Python processes, in one environment and one folder.
+
+    The kernel signals a child when the *thread* that made it ends, so this one lives as long
+    as its launcher. A caller's thread, such as a task's, may end at any time.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = _child_environ(environ)
+        self._folder = Path.cwd()
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exeunt-spawner")
+        self.submit = self._thread.submit
+
+    def popen(
+        self, arguments: Sequence[str], log_w: int, fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        """Start one of this project's modules; to be submitted.
+
+        Args:
+            arguments: The module and its arguments.
+            log_w: Becomes its standard output and error. Borrowed.
+            fds: Other descriptors that it keeps, under the same numbers. Borrowed.
+        """
+        # -P: a file in the working folder must not take the place of a library.
+        command = [sys.executable, "-P", "-u", "-m", *arguments, "--parent-pid", str(os.getpid())]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_w,
+            stderr=log_w,
+            pass_fds=fds,
+            env=self._environ,
+            cwd=self._folder,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def _child_environ(extra: Mapping[str, str]) -> dict[str, str]:
+    environ = {**os.environ, **extra}
+    root = Path(contracts.__file__).parents[1]
+    if root.name not in ("site-packages", "dist-packages"):
+        # A checkout that this process found by its own sys.path: children look there too.
+        paths = [str(root), *filter(None, [environ.get("PYTHONPATH")])]
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return environ
+
+
+def _wait(future: futures.Future[T], stage: str, is_cancelled: Callable[[], bool]) -> T:
+    while futures.wait([future], TICK_S).not_done:
+        if is_cancelled():
+            raise StageCancelled(f"phase {stage} was cancelled while its process started")
+    return future.result()
+
+
+def _spawn_here(spawner: Spawner, stage: str, logger: Logger) -> StageProcess:
+    process = StageProcess(stage, logger)
+    try:
+        request_r, event_w, log_w, lifeline_r = process.child_fds
+        fds = {"--request-fd": request_r, "--event-fd": event_w, "--lifeline-fd": lifeline_r}
+        options = [text for name, fd in fds.items() for text in (name, str(fd))]
+        child = spawner.popen(["stages.worker", stage, *options], log_w, list(fds.values()))
+        process.born(_reaped(child))
+    except BaseException:
+        process.release()
+        raise
+    process.close_child_fds()
+    return process
+
+
+def _abandon(future: futures.Future[StageProcess]) -> None:
+    """Let go of a process that nobody waits for any more: its lifeline closes."""
+    with suppress(futures.CancelledError, OSError, subprocess.SubprocessError):
+        future.result().release()
+
+
+def _reaped(child: subprocess.Popen[bytes]) -> Birth:
+    """Give a spawned child a thread that waits for its end and then ends its group."""
+    exited: futures.Future[int | None] = futures.Future()
+    lock = threading.Lock()  # guards the time between "still unreaped" and the signal
+
+    def reap() -> None:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with lock:
+            # While the leader is a zombie, its group's number cannot be another's.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            exited.set_result(child.wait())
+
+    def signal_group(signum: int) -> None:
+        with lock:
+            if not exited.done():
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signum)
+
+    threading.Thread(target=reap, name="exeunt-reaper", daemon=True).start()
+    return Birth(child.pid, exited, signal_group)
+
+
+# ---- the fork server, seen from here -------------------------------------------------------
+
+
+class ForkServerLost(Exception):
+    """The fork server cannot make this process; the message says why."""
+
+
+def _fork(
+    server: ForkServer, stage: str, logger: Logger, is_cancelled: Callable[[], bool]
+) -> StageProcess:
+    process = StageProcess(stage, logger)
+    try:
+        birth = server.fork(stage, process.child_fds)
+        process.close_child_fds()
+        process.born(_wait(birth, stage, is_cancelled))
+    except BaseException:
+        process.release()
+        raise
+    return process
+
+
+class ForkServer:
+    """A running `stages.forkserver`: fork orders go down, births and deaths come up."""
+
+    def __init__(self, spawner: Spawner, preload: Sequence[str] | None) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()  # guards what follows, and the order of orders
+        self._births: deque[futures.Future[Birth]] = deque()
+        self._exits: dict[int, futures.Future[int | None]] = {}
+        self._end = ""
+        self._is_serving = False
+        log_r, log_w = os.pipe()
+        self._log = LogLines(log_r, logging.getLogger("exeunt.forkserver"))
+        self._child = spawner.submit(self._start, spawner, preload, theirs, log_w)
+        self._listener = threading.Thread(
+            target=self._listen, name="exeunt-forkserver", daemon=True
+        )
+        self._listener.start()
+
+    @staticmethod
+    def _start(
+        spawner: Spawner, preload: Sequence[str] | None, theirs: socket.socket, log_w: int
+    ) -> subprocess.Popen[bytes]:
+        arguments = ["stages.forkserver", "--socket-fd", str(theirs.fileno())]
+        if preload is not None:
+            arguments += ["--preload", *preload]
+        try:
+            return spawner.popen(arguments, log_w, [theirs.fileno()])
+        finally:
+            theirs.close()
+            os.close(log_w)
+
+    def fork(self, stage: str, fds: Sequence[int]) -> futures.Future[Birth]:
+        """Order a child with these descriptors; the answer comes after the server's imports.
+
+        Raises:
+            ForkServerLost: The server has ended; from the future, also that it refuses.
+        """
+        birth: futures.Future[Birth] = futures.Future()
+        with self._lock:
+            if self._end:
+                raise ForkServerLost(self._end)
+            try:
+                socket.send_fds(self._control, [Fork(stage=stage).model_dump_json().encode()], fds)
+            except OSError as error:
+                raise ForkServerLost(f"the fork server takes no order: {error.strerror}") from error
+            self._births.append(birth)
+        return birth
+
+    def close(self) -> None:
+        """End the server and its children; safe to call twice."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError, subprocess.SubprocessError):
+            child = self._child.result()
+            if not self._is_serving:  # it would notice only after its imports; it has no child
+                child.kill()
+            try:
+                child.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+        self._listener.join()
+        self._log.finish()
+
+    def _listen(self) -> None:
+        try:
+            child = self._child.result()
+            while packet := self._receive():
+                self._note(packet)
+            code = child.wait()
+            reason = EXIT_MEANINGS.get(code) or (
+                f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+            )
+            end = f"the fork server has ended: {reason}{self._log.last_lines()}"
+        except (OSError, subprocess.SubprocessError) as error:
+            end = f"the fork server cannot be started: {error}"
+        with self._lock:
+            self._end = end
+            self._control.close()
+            births, exits = list(self._births), list(self._exits.values())
+        for birth in births:
+            birth.set_exception(ForkServerLost(end))
+        for exited in exits:
+            exited.set_result(None)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._control.recv(MAX_PACKET_BYTES)
+        except ConnectionError:
+            return b""
+
+    def _note(self, packet: bytes) -> None:
+        notice = NOTICES.validate_json(packet)
+        if isinstance(notice, Serving):
+            self._is_serving = True
+        elif isinstance(notice, Refused):
+            self._births.popleft().set_exception(
+                ForkServerLost(f"the fork server does not fork: {notice.reason}")
+            )
+        elif isinstance(notice, Forked):
+            exited: futures.Future[int | None] = futures.Future()
+            with self._lock:
+                self._exits[notice.pid] = exited
+                birth = self._births.popleft()
+            birth.set_result(Birth(notice.pid, exited, lambda n: self._signal(notice.pid, n)))
+        elif isinstance(notice, Exited):
+            with self._lock:
+                exited = self._exits.pop(notice.pid)
+            exited.set_result(notice.exit_code)
+
+    def _signal(self, pid: int, signum: int) -> None:
+        with self._lock, suppress(OSError):  # a lost server's children die of their guards
+            if pid in self._exits and not self._end:
+                self._control.send(Signal(pid=pid, signum=signum).model_dump_json().encode())
