@@ -140,6 +140,7 @@ class StageContext(Record):
         home_dir: Where remembered fingerprints and locks lie, absolute.
         device: `cpu`, `cuda` or `cuda:N`.
         num_threads: CPU threads of this stage; None leaves torch's own choice.
+        on_truncate: Whether a prompt longer than its encoder reads is an error.
         run_id: Names the run in logs and reports.
     """
 
@@ -148,4 +149,5 @@ class StageContext(Record):
     home_dir: str
     device: str = "cpu"
     num_threads: int | None = Field(default=None, ge=1)
+    on_truncate: Literal["warn", "error"] = "warn"
     run_id: str = ""

@@ -1,0 +1,78 @@
+"""Encode: prompts to `prompt_embeds`, with an account of what the encoder did not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.components import load
+from stages.contracts import StageContext, StageRequest, StageResult
+from stages.errors import RequestError
+from stages.execute import (
+    Events,
+    Job,
+    finish_handover,
+    loaded_pipe,
+    open_job,
+    prepared_pipe,
+    run_job,
+)
+from stages.tokens import TokenUse, token_use
+
+PROMPTS = ("prompt", "negative_prompt")
+GUIDANCE_ON = "do_classifier_free_guidance"
+
+
+def run(
+    request: StageRequest, context: StageContext, events: Events
+) -> tuple[StageResult, dict[str, Any]]:
+    """Encode the prompts of one request.
+
+    The option `do_classifier_free_guidance` says whether negative embeddings are made; the
+    scale itself is the denoiser's business, so that one embedding serves every scale.
+
+    Raises:
+        RequestError: A prompt is longer than its encoder reads and `on_truncate` is `error`;
+            raised before the encoder loads.
+    """
+    job = open_job(request, context, events)
+    guided = bool(job.options.pop(GUIDANCE_ON, False))
+    job.guidance = dict.fromkeys(job.family.guidance, 2.0 if guided else 1.0)
+    uses, limit = _count_tokens(job, guided)
+    for use in uses:
+        if use.tokens_total > use.tokens_used:
+            if context.on_truncate == "error":
+                raise RequestError(
+                    f"{use.sentence(limit)}; shorten it, or allow it with --on-truncate warn"
+                )
+            job.tracker.warnings.append(use.sentence(limit))
+            events.warn(use.sentence(limit))
+    made = run_job(job, loaded_pipe(job))
+    facts = {"tokens": [use.as_json() for use in uses], "token_limit": limit}
+    job.tracker.facts |= facts
+    return finish_handover(job, "prompt_embeds", made, facts)
+
+
+def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int]:
+    pipe = prepared_pipe(job)
+    family = job.family
+    missing = [name for name in family.tokenizers if getattr(pipe, name, None) is None]
+    if missing:
+        with job.tracker.host_phase("load_tokenizers"):
+            load(job.graph, pipe, missing, job.model_dir, dtype=job.dtype)
+    limit = int(job.options[family.token_limit])
+    prompts = {name: job.options[name] for name in PROMPTS if job.options.get(name) is not None}
+    if not guided:
+        prompts.pop("negative_prompt", None)
+    uses = [
+        token_use(
+            getattr(pipe, tokenizer),
+            text,
+            prompt=name,
+            encoder=encoder,
+            limit=limit,
+            chat_template=family.chat_template,
+        )
+        for tokenizer, encoder in family.tokenizers.items()
+        for name, text in prompts.items()
+    ]
+    return uses, limit

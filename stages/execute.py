@@ -1,0 +1,206 @@
+"""Run one phase for a request: what encode, denoise and decode have in common.
+
+A stage process serves many requests of one phase; its pipeline is loaded once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from stages.artifacts import ArtifactStore
+from stages.borders import check_border
+from stages.components import component_names, load, prepare, renew_job_state
+from stages.contracts import ArtifactRef, StageContext, StageRequest, StageResult
+from stages.errors import ModelError, RequestError
+from stages.families import Family, family_named
+from stages.handover import pack, unpack
+from stages.models import open_model
+from stages.phases import Graph, Handover, run_phase, split
+from stages.report import RunTracker
+
+HANDOVER_TYPE = "application/vnd.safetensors"
+
+
+class Events(Protocol):
+    """What a running stage tells its launcher."""
+
+    def progress(self, activity: str, step: int = 0, num_steps: int = 0, message: str = "") -> None:
+        """Say what the stage is doing and how far it is."""
+
+    def warn(self, message: str) -> None:
+        """Tell the user something that does not stop the stage."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One request on its way through a stage.
+
+    Attributes:
+        options: The pipeline's own arguments: the request's, less those for guiders.
+        guidance: Guider component -> scale.
+        handed: What the upstream artifacts hold, on the stage's device.
+        facts: What the upstream artifacts say about themselves, by role.
+    """
+
+    request: StageRequest
+    context: StageContext
+    events: Events
+    tracker: RunTracker
+    store: ArtifactStore
+    family: Family
+    graph: Graph
+    options: dict[str, Any]
+    guidance: dict[str, float]
+    handed: Handover
+    facts: dict[str, dict[str, Any]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The request's compute dtype."""
+        return torch_dtype(self.request.dtype)
+
+    @property
+    def model_dir(self) -> Path:
+        """The model directory."""
+        return Path(self.context.model_dir)
+
+
+def open_job(request: StageRequest, context: StageContext, events: Events) -> Job:
+    """Read a request's inputs and sort its options.
+
+    Raises:
+        ArtifactMissing: An upstream artifact is gone or damaged.
+    """
+    if context.num_threads is not None:
+        torch.set_num_threads(context.num_threads)
+    family = family_named(request.family)
+    store = open_store(context.store_url)
+    options: dict[str, Any] = dict(request.options)
+    guidance = {
+        guider: float(options.pop(option))
+        for guider, option in family.guidance.items()
+        if option in options
+    }
+    handed, facts = Handover(), {}
+    for role, ref in sorted(request.inputs.items()):
+        opened = unpack(store.path(ref), context.device)
+        handed.values |= opened.handover.values
+        handed.groups |= opened.handover.groups
+        if opened.handover.generator_state is not None:
+            handed.generator_state = opened.handover.generator_state
+        facts[role] = opened.facts
+    return Job(
+        request=request,
+        context=context,
+        events=events,
+        tracker=RunTracker(request, context),
+        store=store,
+        family=family,
+        graph=_graph(request.family, request.task),
+        options=options,
+        guidance=guidance,
+        handed=handed,
+        facts=facts,
+    )
+
+
+def loaded_pipe(job: Job) -> Any:
+    """The phase's pipeline with all its components on the device; loaded once a process."""
+    pipe = prepared_pipe(job)
+    names = [name for name in component_names(pipe) if getattr(pipe, name, None) is None]
+    if names:
+        job.events.progress("loading", message=", ".join(names))
+        with job.tracker.host_phase("load"):
+            _require_same_files(job)
+            load(job.graph, pipe, names, job.model_dir, dtype=job.dtype)
+            _require_same_files(job)
+            pipe.to(job.context.device)
+    renew_job_state(pipe, job.guidance)
+    return pipe
+
+
+def _require_same_files(job: Job) -> None:
+    """Refuse a model whose files changed after the request was made.
+
+    Its result would be kept under the fingerprint of files that are gone. Costs a `stat` per
+    file while nothing has changed.
+    """
+    components = open_model(job.model_dir).components
+    for name, expected in job.request.components.items():
+        found = components[name].fingerprint(Path(job.context.home_dir))
+        if found != expected:
+            raise ModelError(
+                f"component {name!r} of {job.model_dir} changed while the run was under way: its "
+                f"fingerprint was {expected[:16]} and is {found[:16]}; start the run again"
+            )
+
+
+def prepared_pipe(job: Job) -> Any:
+    """The phase's pipeline, perhaps without weights yet; the same one for every request."""
+    request = job.request
+    return _pipe(request.family, request.task, request.stage, job.context.model_dir, request.dtype)
+
+
+def run_job(job: Job, pipe: Any) -> Handover:
+    """Run the phase's blocks and check what they made.
+
+    Raises:
+        BorderError: The phase made values that cannot be right.
+    """
+    request = job.request
+    with job.tracker.host_phase("run"):
+        made = run_phase(job.graph, request.stage, pipe, job.options, job.handed, seed=request.seed)
+        if job.context.device.startswith("cuda"):
+            torch.cuda.synchronize(job.context.device)
+    check_border(request.stage, {**made.values, **made.groups})
+    return made
+
+
+def finish_handover(
+    job: Job, role: str, made: Handover, facts: Mapping[str, Any]
+) -> tuple[StageResult, dict[str, Any]]:
+    """Write a handover, record it under the request, and report."""
+    with job.tracker.host_phase("write"):
+        ref = job.store.put(pack(job.request.stage, made, facts), HANDOVER_TYPE)
+    return finish(job, {role: ref})
+
+
+def finish(job: Job, artifacts: dict[str, ArtifactRef]) -> tuple[StageResult, dict[str, Any]]:
+    """Record artifacts under the request, and report."""
+    result = StageResult(stage=job.request.stage, artifacts=artifacts)
+    job.store.record(job.request, result)
+    return result, job.tracker.report()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A torch dtype by its name.
+
+    Raises:
+        RequestError: Not a floating dtype that weights come in.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise RequestError(f"dtype {name!r} is unknown; use one of {', '.join(known)}")
+    return known[name]
+
+
+@lru_cache(maxsize=8)
+def _graph(family: str, task: str) -> Graph:
+    return split(family_named(family), task)
+
+
+@lru_cache(maxsize=1)  # one phase, one model: a second model pushes the first one out
+def _pipe(family: str, task: str, phase: str, model_dir: str, dtype: str) -> Any:
+    return prepare(_graph(family, task), phase, Path(model_dir), dtype=torch_dtype(dtype))
+
+
+@lru_cache(maxsize=2)
+def open_store(url: str) -> ArtifactStore:
+    """The artifact store of a URL, opened once a process."""
+    return ArtifactStore(url)

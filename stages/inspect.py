@@ -1,0 +1,149 @@
+"""Inspect: what a model's phases load and take, with its weight files held to its configuration.
+
+Runs once a model, before any weights load: every model is built on the meta device from its
+configuration, and each tensor it expects has to stand in the headers of its weight files with
+the same shape. The manifest that comes out is how the flow, which has no torch, knows which
+fingerprints belong in which request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.components import component_names, prepare
+from stages.contracts import StageContext, StageRequest, StageResult, canonical_json
+from stages.errors import ModelError
+from stages.execute import Events, finish, open_job
+from stages.manifest import MANIFEST_TYPE, Manifest, PhaseFacts
+from stages.models import open_model
+from stages.phases import Graph
+
+_NAMED = 3  # tensors named in an error
+
+
+def run(
+    request: StageRequest, context: StageContext, events: Events
+) -> tuple[StageResult, dict[str, Any]]:
+    """Compute a model's manifest.
+
+    Raises:
+        ModelError: A weight file lacks a tensor that the configuration asks for, holds one of
+            another shape, or holds one that no module has.
+    """
+    job = open_job(request, context, events)
+    events.progress("running", message="reading configurations and headers")
+    with job.tracker.host_phase("run"):
+        phases = {
+            phase: _facts(job.graph, phase, job.model_dir, job.dtype) for phase in job.graph.phases
+        }
+        names = {name for facts in phases.values() for name in facts.components}
+        counted = check_weights(job.model_dir, names)
+    manifest = Manifest(
+        family=job.family.name,
+        task=request.task,
+        pipeline=job.family.pipeline,
+        phases=phases,
+        num_parameters=counted,
+    )
+    content = canonical_json(manifest.model_dump(mode="json"))
+    return finish(job, {"manifest": job.store.put(content, MANIFEST_TYPE)})
+
+
+def _facts(graph: Graph, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:
+    pipe = prepare(graph, phase, model_dir, dtype=dtype)
+    made_before = {
+        item.name
+        for earlier in list(graph.phases)[: list(graph.phases).index(phase)]
+        for item in graph.phases[earlier].intermediate_outputs
+    }
+    named = graph.input_names(phase)
+    return PhaseFacts(
+        components=tuple(sorted(component_names(pipe))),
+        options=tuple(sorted(named - made_before - {"generator"})),
+        inputs=tuple(sorted(named & made_before)),
+    )
+
+
+def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
+    """Hold the weight files of a model's components to their configurations.
+
+    Returns:
+        Number of parameters by component, for those that have weights.
+
+    Raises:
+        ModelError: See `run`.
+    """
+    counted: dict[str, int] = {}
+    for name, component in sorted(open_model(model_dir).components.items()):
+        if name not in names or not component.weight_files:
+            continue
+        expected, tied = _expected_tensors(model_dir, name, component.library, component.class_name)
+        found = {
+            _strip(key, expected): tuple(shape) for key, shape in component.tensor_shapes().items()
+        }
+        _compare(f"component {name!r} of {model_dir}", expected, found, tied)
+        counted[name] = sum(
+            torch.Size(shape).numel() for key, shape in expected.items() if key not in tied
+        )
+    return counted
+
+
+def _expected_tensors(
+    model_dir: Path, name: str, library: str, class_name: str
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Names and shapes a component's class wants, and those it can derive from others."""
+    import importlib
+
+    from accelerate import init_empty_weights
+
+    kind = getattr(importlib.import_module(library), class_name)
+    with init_empty_weights():
+        if library == "transformers":
+            config = kind.config_class.from_pretrained(model_dir / name, local_files_only=True)
+            module = kind(config)
+        else:
+            module = kind.from_config(kind.load_config(str(model_dir), subfolder=name))
+    tied = set(getattr(module, "_tied_weights_keys", None) or ())
+    return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}, tied
+
+
+def _strip(key: str, expected: Mapping[str, Any]) -> str:
+    """A bare encoder's name for a tensor that was saved with its language-model head."""
+    bare = key.removeprefix("model.")
+    return bare if key not in expected and bare in expected else key
+
+
+def _compare(
+    where: str,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    tied: set[str],
+) -> None:
+    missing = [key for key in expected if key not in found and key not in tied]
+    if missing:
+        raise ModelError(
+            f"{where} lacks {len(missing)} of {len(expected)} tensors: {_some(missing)}; "
+            "its files are incomplete or belong to another component"
+        )
+    wrong = [key for key in expected if key in found and found[key] != expected[key]]
+    if wrong:
+        key = wrong[0]
+        raise ModelError(
+            f"{where}: tensor {key!r} is {found[key]} in its file but {expected[key]} by its "
+            "config.json; the two belong to different models"
+        )
+    extra = [key for key in found if key not in expected and not key.startswith("lm_head.")]
+    if extra:
+        raise ModelError(
+            f"{where} holds {len(extra)} tensors that its config.json does not ask for: "
+            f"{_some(extra)}; the two belong to different models"
+        )
+
+
+def _some(keys: list[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:_NAMED])
+    return shown if len(keys) <= _NAMED else f"{shown} and more"

@@ -1,0 +1,64 @@
+"""The one form in which latents cross the border, described so that it can be checked.
+
+Latents are unpacked, `(B, C, H, W)` or `(B, C, F, H, W)`, and scaled as the denoiser left
+them: the decoder divides by `scaling_factor` and adds `shift_factor` (or undoes the mean and
+standard deviation per channel). The description names the numbers that the undoing depends
+on, and decode refuses latents whose numbers are not those of its VAE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stages.contracts import json_digest
+from stages.errors import BorderError
+
+_LAYOUTS = {3: "BLC", 4: "BCHW", 5: "BCFHW"}
+_SCALARS = ("scaling_factor", "shift_factor")
+_PER_CHANNEL = ("latents_mean", "latents_std")
+
+
+def describe_latents(pipe: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Layout, shape and scaling of the latents that a phase hands on, as plain JSON."""
+    described = {
+        name: {
+            "layout": _LAYOUTS.get(value.ndim, f"{value.ndim}D"),
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "packed": value.ndim == 3,
+            "normalized": True,
+        }
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    return {"tensors": described, "vae": vae_numbers(pipe)}
+
+
+def check_latents(pipe: Any, facts: Mapping[str, Any]) -> None:
+    """Refuse latents that were made for a VAE with other numbers.
+
+    Raises:
+        BorderError: A scaling number differs; both values are named.
+    """
+    expected, found = vae_numbers(pipe), facts.get("latents", {}).get("vae", {})
+    for name in sorted(set(expected) | set(found)):
+        if expected.get(name) != found.get(name):
+            raise BorderError(
+                f"decode: these latents were made for a VAE with {name} {found.get(name)!r}, "
+                f"but this VAE has {expected.get(name)!r}; decode them with their own model"
+            )
+
+
+def vae_numbers(pipe: Any) -> dict[str, Any]:
+    """The numbers of a pipeline's VAE by which latents are scaled."""
+    config = getattr(getattr(pipe, "vae", None), "config", None)
+    if config is None:
+        return {}
+    numbers: dict[str, Any] = {name: config[name] for name in _SCALARS if name in config}
+    for name in _PER_CHANNEL:
+        if config.get(name) is not None:
+            numbers[name] = json_digest(list(config[name]))
+    return numbers
