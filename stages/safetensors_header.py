@@ -50,7 +50,7 @@ class TensorBytes(TypedDict):
 
     dtype: str
     shape: Sequence[int]
-    data: bytes | bytearray | memoryview
+    data: bytes | bytearray | memoryview[Any]
 
 
 class Sink(Protocol):
