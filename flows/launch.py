@@ -102,6 +102,7 @@ class StageSession:
         # Guards _process. Reentrant: `close` may run in a signal handler over `run`.
         self._state = threading.RLock()
         self._process: StageProcess | None = None
+        self._runner: int | None = None  # the thread that has the turn in `run`
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -132,13 +133,14 @@ class StageSession:
                 f"request of phase {self.stage} is no UTF-8 text: {error}"
             ) from error
         with self._turn:
-            process = self._living_process()
+            self._runner = threading.get_ident()
             try:
-                answer = self._answer(process, line.encode() + b"\n")
+                answer = self._answer(self._living_process(), line.encode() + b"\n")
             except BaseException:
-                process.kill()
-                process.release()
+                self._discard()
                 raise
+            finally:
+                self._runner = None
         if isinstance(answer, Failed):
             raise self._failure(answer)
         return answer.result, answer.report
@@ -153,48 +155,55 @@ class StageSession:
         with self._state:
             self._is_closed = True
             process = self._process
-        if process is None:
+        if self._runner == threading.get_ident():
+            # A signal handler over `run` in this very thread: `run` goes on afterwards, finds
+            # the process dead and lets go of its pipes.
+            if process is not None:
+                process.terminate(self._grace_s)
             return
-        is_idle = self._turn.acquire(blocking=False)
-        if not is_idle:
-            # `run` is waiting for an answer, perhaps under this very frame: it does the rest.
+        if self._turn.locked() and process is not None:
             process.terminate(self._grace_s)
-            return
+        if not self._turn.acquire(timeout=KILL_WAIT_S):
+            return  # `on_event` does not return; the process is gone all the same
         try:
-            process.retire(self._grace_s)
-            process.release()
+            if self._process is not None:
+                self._process.retire(self._grace_s)
+                self._process.release()
+                self._process = None
         finally:
             self._turn.release()
 
     def _living_process(self) -> StageProcess:
         """The process of this session, or a fresh one in its place."""
-        if self._process is not None and not self._process.is_over():
-            if self._is_closed:
-                raise self._cancelled()
-            return self._process
-        if self._process is not None:
-            self._process.kill()
-            self._process.release()
+        if self._process is not None and self._process.is_over():
+            self._discard()
         if self._is_closed:
             raise self._cancelled()
-        process = self._launcher.start(self.stage, self._logger, lambda: self._is_closed)
+        if self._process is None:
+            process = self._launcher.start(self.stage, self._logger, lambda: self._is_closed)
+            with self._state:
+                self._process = process
+        return self._process
+
+    def _discard(self) -> None:
         with self._state:
-            self._process = process
-        return process
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.release()
 
     def _answer(self, process: StageProcess, line: bytes) -> Done | Failed:
         process.send(line)
-        limit_s: float | None = START_TIMEOUT_S
-        if process.is_ready:
-            limit_s = self._timeout_s
-        since = time.monotonic()
+        clock = Clock(self._timeout_s if process.is_ready else START_TIMEOUT_S)
         while True:
             if self._is_closed:
                 raise self._cancelled()
             events = process.exchange(TICK_S)
             for event in events:
-                if isinstance(event, Ready) or getattr(event, "activity", "") == "waiting":
-                    limit_s, since = self._timeout_s, time.monotonic()
+                if isinstance(event, Ready):
+                    clock = Clock(self._timeout_s)
+                elif isinstance(event, Progress):
+                    clock.is_stopped = event.activity == "waiting"
                 if self._on_event is not None:
                     self._on_event(event)
                 elif isinstance(event, Warn):
@@ -204,11 +213,11 @@ class StageSession:
             if not events and process.is_over():
                 if self._is_closed:
                     raise self._cancelled()
-                raise StageCrashed(process.obituary())
-            if limit_s is not None and time.monotonic() - since > limit_s:
+                raise StageCrashed(process.crash_message())
+            if clock.is_up():
                 what = "answer" if process.is_ready else "start"
                 raise StageTimeout(
-                    f"phase {self.stage} did not {what} within {limit_s:g} s and was killed; "
+                    f"phase {self.stage} did not {what} within {clock.limit_s:g} s and was killed; "
                     "raise its timeout"
                 )
 
@@ -226,11 +235,28 @@ class StageSession:
         return kind(printable(answer.message))
 
 
+class Clock:
+    """The time that a request may take; it stands still while the request waits its turn."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.is_stopped = False
+        self._spent_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def is_up(self) -> bool:
+        now = time.monotonic()
+        if not self.is_stopped:
+            self._spent_s += now - self._looked_at
+        self._looked_at = now
+        return self.limit_s is not None and self._spent_s > self.limit_s
+
+
 # ---- one process ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Birth:
+class Child:
     """A process that exists, and the hold on it of whoever reaps it.
 
     Attributes:
@@ -248,7 +274,7 @@ class Birth:
 class StageProcess:
     """This process's ends of one child's pipes, and the child's last hours.
 
-    `kill`, `terminate` and `is_over` may be called from any thread; the rest by whoever has
+    `kill`, `terminate` and `wait` may be called from any thread; the rest by whoever has
     the session's turn.
     """
 
@@ -263,14 +289,14 @@ class StageProcess:
         self.child_fds = [request_r, event_w, log_w, lifeline_r]
         self._lifeline = [lifeline_w]  # emptied by whoever closes it
         self._log = LogLines(log_r, logger)
-        self._birth: Birth | None = None
+        self._child: Child | None = None
         self._outgoing = b""
         self._incoming = b""
         self._is_silent = False
         self._memory = MemoryWatch()
 
-    def born(self, birth: Birth) -> None:
-        self._birth = birth
+    def adopt(self, child: Child) -> None:
+        self._child = child
 
     def close_child_fds(self) -> None:
         """Close the child's ends here, so that a pipe ends when the child does."""
@@ -280,6 +306,7 @@ class StageProcess:
     def send(self, line: bytes) -> None:
         """Queue a request line; `exchange` writes it."""
         self._outgoing += line
+        self._memory.look(self._child)
 
     def exchange(self, timeout_s: float) -> list[Event]:
         """Write what is queued and give the events that came, after `timeout_s` at most.
@@ -287,7 +314,7 @@ class StageProcess:
         Raises:
             StageCrashed: The process wrote something that is no event.
         """
-        self._memory.look(self._birth)
+        self._memory.look(self._child, at_most_every_s=TICK_S)
         poller = select.poll()
         if not self._is_silent:
             poller.register(self._event_r, select.POLLIN)
@@ -316,12 +343,19 @@ class StageProcess:
         return events
 
     def is_over(self) -> bool:
-        """Whether no event can come any more."""
-        return self._is_silent or self._birth is None or self._birth.exited.done()
+        """Whether the process is dead or dying and no event is left to read."""
+        if self._is_silent or self._child is None:
+            return True
+        poller = select.poll()
+        poller.register(self._event_r, select.POLLIN)
+        state = dict(poller.poll(0)).get(self._event_r, 0)
+        if state & select.POLLIN:
+            return False
+        return bool(state & select.POLLHUP) or self._child.exited.done()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the process is gone and reaped, after `timeout_s` at most."""
-        return self._birth is None or not futures.wait([self._birth.exited], timeout_s).not_done
+        return self._child is None or not futures.wait([self._child.exited], timeout_s).not_done
 
     def retire(self, grace_s: float) -> None:
         """End an idle process: close its request pipe, then as `terminate`."""
@@ -332,15 +366,15 @@ class StageProcess:
 
     def terminate(self, grace_s: float) -> None:
         """End the process group by SIGTERM, and after `grace_s` by SIGKILL."""
-        if self._birth is not None:
-            self._birth.signal_group(signal.SIGTERM)
+        if self._child is not None:
+            self._child.signal_group(signal.SIGTERM)
             self.wait(grace_s)
         self.kill()
 
     def kill(self) -> None:
         """End the process group now, and wait until the process is reaped."""
-        if self._birth is not None:
-            self._birth.signal_group(signal.SIGKILL)
+        if self._child is not None:
+            self._child.signal_group(signal.SIGKILL)
         with suppress(IndexError):
             os.close(self._lifeline.pop())
         if not self.wait(KILL_WAIT_S):
@@ -348,7 +382,7 @@ class StageProcess:
                 "phase %s: process %s is still there %g s after SIGKILL; its device memory may "
                 "not be free",
                 self.stage,
-                self._birth and self._birth.pid,
+                self._child and self._child.pid,
                 KILL_WAIT_S,
             )
 
@@ -362,22 +396,24 @@ class StageProcess:
                 os.close(fd)
         self._request_w = self._event_r = -1
         self._is_silent = True
-        self._log.finish()
+        if self._child is not None:
+            self._log.finish()
 
-    def obituary(self) -> str:
+    def crash_message(self) -> str:
         """How the process died, for people; waits until it is reaped."""
-        birth = self._birth
-        assert birth is not None
+        child = self._child
+        assert child is not None
+        code = None
         if not self.wait(KILL_WAIT_S):
             how = "closed its event pipe but did not end"
-        elif (code := birth.exited.result()) is None:
+        elif (code := child.exited.result()) is None:
             how = "ended together with the fork server"
         elif code < 0:
             how = f"killed by signal {-code} ({_signal_name(-code)})"
         else:
             how = f"ended with exit code {code} ({EXIT_MEANINGS.get(code, 'of its own')})"
-        is_killed = how.startswith(f"killed by signal {int(signal.SIGKILL)} ")
-        return f"phase {self.stage} {how}{self._memory.verdict(is_killed)}{self._log.last_lines()}"
+        memory = self._memory.verdict(is_killed=code == -signal.SIGKILL)
+        return f"phase {self.stage} {how}{memory}{self._log.last_lines()}"
 
 
 class LogLines:
@@ -444,23 +480,23 @@ class MemoryWatch:
     def __init__(self) -> None:
         self._rss_bytes = 0
         self._looked_at = 0.0
-        self._num_oom_kills = _num_oom_kills()
+        self._num_oom_kills = num_oom_kills()
 
-    def look(self, birth: Birth | None) -> None:
-        """Note the process's resident memory, not more often than each tick."""
+    def look(self, child: Child | None, at_most_every_s: float = 0.0) -> None:
+        """Note the process's resident memory."""
         now = time.monotonic()
-        if birth is not None and now - self._looked_at >= TICK_S:
+        if child is not None and now - self._looked_at >= at_most_every_s:
             self._looked_at = now
             with suppress(OSError, IndexError, ValueError):
-                pages = int(Path(f"/proc/{birth.pid}/statm").read_text().split()[1])
+                pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
                 self._rss_bytes = (pages * os.sysconf("SC_PAGE_SIZE")) or self._rss_bytes
 
-    def verdict(self, is_killed: bool) -> str:
-        """The memory part of an obituary."""
+    def verdict(self, *, is_killed: bool) -> str:
+        """The memory part of an crash_message."""
         limit_bytes = host_memory_limit_bytes()
         facts = f"limit {_size(limit_bytes)}, last RSS {_size(self._rss_bytes)}"
         is_near = self._rss_bytes > 0.8 * limit_bytes
-        if is_killed and (is_near or _num_oom_kills() > self._num_oom_kills):
+        if is_killed and (is_near or num_oom_kills() > self._num_oom_kills):
             return f", likely out of host memory: {facts}; raise the limit or lower the host budget"
         return f" (host memory: {facts})"
 
@@ -469,24 +505,21 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
-def host_memory_limit_bytes() -> int:
-    """Bytes that this process may use: the least of its control groups' limits and all memory."""
+def host_memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Bytes this process may use: the least of all memory and its control groups' limits."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for folder in _memory_cgroups():
+    for folder in _memory_cgroups(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # absent, or "max"
                 limits.append(int((folder / name).read_text()))
     return min(limits)
 
 
-def _num_oom_kills() -> int:
-    """Out-of-memory kills so far: of this process's control groups, else of the host."""
-    files = [
-        folder / name
-        for folder in _memory_cgroups()
-        for name in ("memory.events", "memory.oom_control")
-    ]
-    for file in [*files, Path("/proc/vmstat")]:
+def num_oom_kills(root: Path = Path("/")) -> int:
+    """Out-of-memory kills so far: in this process's control group, else on the host."""
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _memory_cgroups(root) for name in names]
+    for file in [*files, root / "proc/vmstat"]:
         with suppress(OSError):
             for line in file.read_text().splitlines():
                 if line.startswith("oom_kill "):
@@ -494,21 +527,17 @@ def _num_oom_kills() -> int:
     return 0
 
 
-def _memory_cgroups() -> list[Path]:
+def _memory_cgroups(root: Path) -> list[Path]:
     """Folders of the control groups that bound this process's memory, innermost first."""
     folders: list[Path] = []
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers in ("", "memory"):
-                root = Path("/sys/fs/cgroup", controllers)
-                inner = root / group.lstrip("/")
-                # A container may see the host's path without its folders: walk up to what exists.
-                folders += [
-                    folder
-                    for folder in (inner, *inner.parents)
-                    if folder.is_relative_to(root) and folder.is_dir()
-                ]
+                top = root / "sys/fs/cgroup" / controllers
+                inner = top / group.lstrip("/")
+                # A container may be told the host's path without its folders: walk up.
+                folders += [f for f in (inner, *inner.parents) if f.is_relative_to(top)]
     return folders
 
 
@@ -542,6 +571,7 @@ class Launcher:
         self._preload = preload
         self._lock = threading.Lock()  # guards _server, method and the counter
         self._server: ForkServer | None = None
+        self._is_closed = False
         self._spawner = Spawner(environ or {})
 
     def __enter__(self) -> Self:
@@ -560,13 +590,15 @@ class Launcher:
         """Make a process for a stage; waits for the fork server's imports.
 
         Raises:
-            StageCancelled: `is_cancelled` became true.
+            StageCancelled: `is_cancelled` became true, or the launcher is closed.
             StageCrashed: No process can be made.
         """
+        if self._is_closed:
+            raise StageCancelled(f"phase {stage} cannot start: its launcher is closed")
         self.start_fork_server()
         server = self._server
         process = None
-        if server is not None:
+        if server is not None and self.method == "forkserver":
             try:
                 process = _fork(server, stage, logger, is_cancelled)
             except ForkServerLost as lost:
@@ -580,6 +612,7 @@ class Launcher:
     def close(self) -> None:
         """End the fork server, and with it every child that a session still holds."""
         with self._lock:
+            self._is_closed = True
             server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -597,10 +630,9 @@ class Launcher:
 
     def _give_up_forking(self, reason: str) -> None:
         with self._lock:
-            server, self._server = self._server, None
-            self.method = "spawn"
-        if server is not None:  # only the first session that finds out tells
-            server.close()
+            is_news = self.method == "forkserver"
+            self.method = "spawn"  # the server itself stays: it may have children that work
+        if is_news:
             logging.getLogger("exeunt.launch").warning(
                 "%s; each stage process starts as a new interpreter from now on", reason
             )
@@ -657,9 +689,18 @@ def _child_environ(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wait(future: futures.Future[T], stage: str, is_cancelled: Callable[[], bool]) -> T:
+    """The future's result, while a session may be closed at any time.
+
+    Raises:
+        StageCancelled: `is_cancelled` became true.
+        TimeoutError: There is none after `START_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
     while futures.wait([future], TICK_S).not_done:
         if is_cancelled():
             raise StageCancelled(f"phase {stage} was cancelled while its process started")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no process within {START_TIMEOUT_S:g} s")
     return future.result()
 
 
@@ -670,7 +711,7 @@ def _spawn_here(spawner: Spawner, stage: str, logger: Logger) -> StageProcess:
         fds = {"--request-fd": request_r, "--event-fd": event_w, "--lifeline-fd": lifeline_r}
         options = [text for name, fd in fds.items() for text in (name, str(fd))]
         child = spawner.popen(["stages.worker", stage, *options], log_w, list(fds.values()))
-        process.born(_reaped(child))
+        process.adopt(_reaped(child))
     except BaseException:
         process.release()
         raise
@@ -684,10 +725,12 @@ def _abandon(future: futures.Future[StageProcess]) -> None:
         future.result().release()
 
 
-def _reaped(child: subprocess.Popen[bytes]) -> Birth:
+def _reaped(child: subprocess.Popen[bytes]) -> Child:
     """Give a spawned child a thread that waits for its end and then ends its group."""
     exited: futures.Future[int | None] = futures.Future()
-    lock = threading.Lock()  # guards the time between "still unreaped" and the signal
+    # Guards the time between "still unreaped" and the signal. Reentrant, as is every lock that
+    # `StageSession.close` takes: it may run in a signal handler over a holder.
+    lock = threading.RLock()
 
     def reap() -> None:
         with suppress(ChildProcessError):
@@ -705,7 +748,7 @@ def _reaped(child: subprocess.Popen[bytes]) -> Birth:
                     os.killpg(child.pid, signum)
 
     threading.Thread(target=reap, name="exeunt-reaper", daemon=True).start()
-    return Birth(child.pid, exited, signal_group)
+    return Child(child.pid, exited, signal_group)
 
 
 # ---- the fork server, seen from here -------------------------------------------------------
@@ -720,9 +763,12 @@ def _fork(
 ) -> StageProcess:
     process = StageProcess(stage, logger)
     try:
-        birth = server.fork(stage, process.child_fds)
+        child = server.fork(stage, process.child_fds)
         process.close_child_fds()
-        process.born(_wait(birth, stage, is_cancelled))
+        process.adopt(_wait(child, stage, is_cancelled))
+    except TimeoutError as error:
+        process.release()
+        raise ForkServerLost(f"the fork server made {error}") from error
     except BaseException:
         process.release()
         raise
@@ -730,12 +776,12 @@ def _fork(
 
 
 class ForkServer:
-    """A running `stages.forkserver`: fork orders go down, births and deaths come up."""
+    """A running `stages.forkserver`: fork orders go down, forks and ends come back."""
 
     def __init__(self, spawner: Spawner, preload: Sequence[str] | None) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()  # guards what follows, and the order of orders
-        self._births: deque[futures.Future[Birth]] = deque()
+        self._lock = threading.RLock()  # guards what follows, and the order of orders
+        self._orders: deque[futures.Future[Child]] = deque()
         self._exits: dict[int, futures.Future[int | None]] = {}
         self._end = ""
         self._is_serving = False
@@ -760,13 +806,13 @@ class ForkServer:
             theirs.close()
             os.close(log_w)
 
-    def fork(self, stage: str, fds: Sequence[int]) -> futures.Future[Birth]:
+    def fork(self, stage: str, fds: Sequence[int]) -> futures.Future[Child]:
         """Order a child with these descriptors; the answer comes after the server's imports.
 
         Raises:
             ForkServerLost: The server has ended; from the future, also that it refuses.
         """
-        birth: futures.Future[Birth] = futures.Future()
+        child: futures.Future[Child] = futures.Future()
         with self._lock:
             if self._end:
                 raise ForkServerLost(self._end)
@@ -774,8 +820,8 @@ class ForkServer:
                 socket.send_fds(self._control, [Fork(stage=stage).model_dump_json().encode()], fds)
             except OSError as error:
                 raise ForkServerLost(f"the fork server takes no order: {error.strerror}") from error
-            self._births.append(birth)
-        return birth
+            self._orders.append(child)
+        return child
 
     def close(self) -> None:
         """End the server and its children; safe to call twice."""
@@ -804,12 +850,14 @@ class ForkServer:
             end = f"the fork server has ended: {reason}{self._log.last_lines()}"
         except (OSError, subprocess.SubprocessError) as error:
             end = f"the fork server cannot be started: {error}"
+        except (ValueError, LookupError) as error:
+            end = f"the fork server sent a message that makes no sense: {error}"
         with self._lock:
             self._end = end
             self._control.close()
-            births, exits = list(self._births), list(self._exits.values())
-        for birth in births:
-            birth.set_exception(ForkServerLost(end))
+            orders, exits = list(self._orders), list(self._exits.values())
+        for order in orders:
+            order.set_exception(ForkServerLost(end))
         for exited in exits:
             exited.set_result(None)
 
@@ -824,15 +872,15 @@ class ForkServer:
         if isinstance(notice, Serving):
             self._is_serving = True
         elif isinstance(notice, Refused):
-            self._births.popleft().set_exception(
+            self._orders.popleft().set_exception(
                 ForkServerLost(f"the fork server does not fork: {notice.reason}")
             )
         elif isinstance(notice, Forked):
             exited: futures.Future[int | None] = futures.Future()
             with self._lock:
                 self._exits[notice.pid] = exited
-                birth = self._births.popleft()
-            birth.set_result(Birth(notice.pid, exited, lambda n: self._signal(notice.pid, n)))
+                child = self._orders.popleft()
+            child.set_result(Child(notice.pid, exited, lambda n: self._signal(notice.pid, n)))
         elif isinstance(notice, Exited):
             with self._lock:
                 exited = self._exits.pop(notice.pid)

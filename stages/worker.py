@@ -162,6 +162,7 @@ def _answer(run: Run, handlers: Callable[[str], Handler], events: Events) -> byt
                 context.home_dir,
                 lambda holder: events.progress("waiting", message=holder),
             )
+            events.progress("loading")  # its time counts from here
         result, report = handler(request, context, events)
         # Made into text here: a report that JSON cannot hold fails the request, not the child.
         return Done(result=result, report=report).model_dump_json().encode()
@@ -206,10 +207,15 @@ def process_age_s() -> float:
 
 
 def prepare_environment() -> None:
-    """Set what the libraries read while they are imported: no network, no CUDA call."""
+    """Set what the libraries read while they are imported: no network, CUDA call or thread.
+
+    Spawned and forked children get the same, so that they compute the same.
+    """
     # Without the NVML-based check, `import diffusers` initialises CUDA, and every fork of
     # this process could never use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # numpy's BLAS starts a thread per core when it is imported; torch has its own BLAS.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name, value in OFFLINE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

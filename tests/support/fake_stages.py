@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,19 @@ def context(folder: Path, device: str = "cpu") -> StageContext:
     )
 
 
+def __getattr__(name: str) -> Any:
+    """Attributes that do something to whatever preloads them."""
+    if name == "preload_slowly":
+        time.sleep(60)
+    elif name == "preload_thread":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    elif name == "preload_exit":
+        print("the library is broken", flush=True)
+        os._exit(5)
+    else:
+        raise AttributeError(name)
+
+
 def run(
     request: StageRequest, context: StageContext, events: Events
 ) -> tuple[StageResult, dict[str, Any]]:
@@ -58,10 +72,13 @@ def _sleep(seconds: Any, events: Events) -> None:
     time.sleep(seconds)
 
 
-def _native_sleep(seconds: Any, events: Events) -> None:
-    """One call into C that keeps the interpreter lock, as a long native call may."""
+def _stick(value: Any, events: Events) -> None:
+    """One call into C that never returns, keeps the interpreter lock and obeys no handler."""
     events.progress("running", message="asleep")
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
 
 
 def _grandchild(path: Any, events: Events) -> None:
@@ -131,11 +148,12 @@ def _raise(name: Any, events: Events) -> None:
 BEHAVIOURS: dict[str, Callable[[Any, Events], Any]] = {
     "echo": lambda value, events: value,
     "sleep": _sleep,
-    "native_sleep": _native_sleep,
+    "stick": _stick,
     "grandchild": _grandchild,
     "clean_up": _clean_up,
     "facts": _facts,
     "events": _events,
+    "print": lambda value, events: print(value, end=""),
     "flood": _flood,
     "last_words": _last_words,
     "raise": _raise,
