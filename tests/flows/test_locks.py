@@ -28,6 +28,23 @@ print("held", flush=True)
 time.sleep(600)
 """
 
+FORKING_HOLDER = """
+import os, sys, time
+from pathlib import Path
+from flows.locks import FlockLockManager
+manager = FlockLockManager(Path(sys.argv[1]))
+manager.acquire_lock("denoise/ab", "parent")
+ready, is_ready = os.pipe()
+if os.fork() == 0:
+    os.write(is_ready, b".")
+    sys.stdin.read()
+    print("child ends", flush=True)
+    os._exit(0)
+os.read(ready, 1)
+print("held", flush=True)
+time.sleep(600)
+"""
+
 COUNTER = """
 import sys
 from pathlib import Path
@@ -46,7 +63,9 @@ for number in range(rounds):
 def python(script: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *arguments]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
 
 
 @pytest.fixture
@@ -154,22 +173,20 @@ def test_a_killed_holder_leaves_its_lock_to_the_waiter(manager: FlockLockManager
     manager.release_lock("denoise/ab", "me")
 
 
-def test_a_forked_child_does_not_keep_its_parents_lock(manager: FlockLockManager) -> None:
-    manager.acquire_lock("k", "parent")
-    child_end, parent_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:  # holds no lock, lives until the pipe closes
-        os.close(parent_end)
-        os.read(child_end, 1)
-        os._exit(0)
-    os.close(child_end)
-    try:
-        manager.release_lock("k", "parent")
-        assert manager.acquire_lock("k", "other", acquire_timeout=0)
-        manager.release_lock("k", "other")
-    finally:
-        os.close(parent_end)
-        os.waitpid(pid, 0)
+def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(
+    manager: FlockLockManager,
+) -> None:
+    """A flock belongs to the open file, which parent and child share."""
+    with python(FORKING_HOLDER, str(manager.directory)) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        assert manager.acquire_lock("denoise/ab", "me", acquire_timeout=0), "the child lives on"
+        holder.stdin.close()  # ends the child
+        assert holder.stdout.read() == "child ends\n"
+    manager.release_lock("denoise/ab", "me")
 
 
 def test_three_processes_lose_no_count(tmp_path: Path) -> None:
