@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import fcntl
 import os
 import pickle
 import signal
@@ -187,6 +188,24 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(
         holder.stdin.close()  # ends the child
         assert holder.stdout.read() == "child ends\n"
     manager.release_lock("denoise/ab", "me")
+
+
+def test_a_file_that_is_released_between_open_and_flock_is_not_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = (FlockLockManager(tmp_path) for _ in range(3))
+    one.acquire_lock("k", "one")
+    flock = fcntl.flock
+
+    def flock_late(fd: int, operation: int) -> None:
+        if one.is_lock_holder("k", "one"):
+            one.release_lock("k", "one")
+        flock(fd, operation)
+
+    monkeypatch.setattr("flows.locks.fcntl.flock", flock_late)
+    assert two.acquire_lock("k", "two", acquire_timeout=0)
+    assert not three.acquire_lock("k", "three", acquire_timeout=0)
+    two.release_lock("k", "two")
 
 
 def test_three_processes_lose_no_count(tmp_path: Path) -> None:
