@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,14 @@ from typing import Any
 from stages.contracts import json_digest
 from stages.errors import ModelError
 from stages.fingerprints import Progress, file_sha256
-from stages.model_files import PICKLE_SUFFIXES, Weights, check_file, find_weights, read_json
+from stages.model_files import (
+    PICKLE_SUFFIXES,
+    Weights,
+    check_file,
+    find_weights,
+    is_there,
+    read_json,
+)
 from stages.safetensors_header import TORCH_DTYPES, Header
 
 _TORCH_FLOATS = {code: name for name, code in TORCH_DTYPES.items() if code.startswith(("F", "BF"))}
@@ -226,14 +232,14 @@ def _find_config(folder: Path, class_name: str, where: str) -> tuple[Path, bool]
     for pattern, names in _CONFIG_NAMES:
         if re.search(rf"({pattern})$", class_name):
             for name in (*names, "config.json"):
-                if os.path.lexists(folder / name):
+                if is_there(folder / name):
                     return folder / name, False
             raise ModelError(
                 f"configuration of {where} is missing: no {' or '.join(names)} in {folder}; "
                 "fetch the model again"
             )
     path = folder / "config.json"
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise ModelError(
             f"configuration of {where} is missing: no config.json in {folder}; "
             "fetch the model again"
@@ -246,7 +252,7 @@ def _refuse_own_code(
 ) -> None:
     module = library.rpartition(".")[2]
     for path in (model_dir / f"{module}.py", folder / f"{module}.py"):
-        if os.path.lexists(path):
+        if is_there(path):
             raise ModelError(
                 f"{where} wants class {class_name} out of the model's own code: {path}; "
                 "code of a model's own is refused"

@@ -38,6 +38,19 @@ class Weights:
     warnings: tuple[str, ...]
 
 
+def is_there(path: Path) -> bool:
+    """Whether a name exists, be it a dangling link.
+
+    Raises:
+        OSError: Its folder may not be searched; that does not mean that the file is missing.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def check_file(path: Path, purpose: str) -> os.stat_result:
     """Make sure that a path leads to a readable file with content, through links.
 
@@ -198,7 +211,7 @@ def _sharded(index_file: Path) -> dict[Path, Header]:
             )
     shards = sorted(set(weight_map.values()))
     paths = {shard: index_file.with_name(shard) for shard in shards}
-    if missing := [shard for shard in shards if not os.path.lexists(paths[shard])]:
+    if missing := [shard for shard in shards if not is_there(paths[shard])]:
         raise ModelError(
             f"{len(missing)} of {len(shards)} shards are missing: {_some(missing)}: {index_file}; "
             "fetch the model again"

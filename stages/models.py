@@ -14,7 +14,7 @@ from typing import Any
 from stages.contracts import json_digest
 from stages.errors import ModelError
 from stages.model_component import Component, is_component, open_component, refuse_auto_map
-from stages.model_files import read_json
+from stages.model_files import is_there, read_json
 
 __all__ = ["MINIATURE", "Component", "ModelDirectory", "open_model", "resolve_model"]
 
@@ -72,7 +72,7 @@ def resolve_model(name: str | Path) -> Path:
         path = Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise ModelError(f"model path {text!r} cannot be expanded: {error}") from error
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not os.path.lexists(path):
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not is_there(path):
         raise ModelError(
             f"no folder {text!r} in {Path.cwd()}; if it is a hub id: models are read from local "
             "folders only, so fetch it and give the folder's path"
@@ -104,7 +104,7 @@ def open_model(directory: str | Path, *, variant: str | None = None) -> ModelDir
 def _open(path: Path, variant: str | None) -> ModelDirectory:
     index, is_modular = _read_index(path)
     blocks = path / "modular_config.json"
-    if os.path.lexists(blocks):
+    if is_there(blocks):
         refuse_auto_map(read_json(blocks, "the block configuration"), blocks)
     components: dict[str, Component] = {}
     settings: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], bool]:
             )
         raise ModelError(f"model directory is missing: {path}; check the path")
     for name in INDEX_NAMES:
-        if os.path.lexists(path / name):
+        if is_there(path / name):
             index = read_json(path / name, "the model index")
             refuse_auto_map(index, path / name)
             if not isinstance(index.get("_class_name"), str):
