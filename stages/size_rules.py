@@ -1,0 +1,133 @@
+"""Rules for the size of pictures, computed from component configurations; loads no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stages.errors import ModelError, RequestError
+from stages.text_rules import kind, shown
+
+SIZE_LIMIT_BYTES = 64 * 2**30
+"""What the decoder's widest layer may take for one picture: 11,585 x 11,585 pixels at 512
+bytes a pixel. No run of that size ends; the limit is there to refuse typing errors at once."""
+
+BYTES_PER_PIXEL = 512
+"""One float32 layer of 128 channels at full resolution, as the usual decoders have."""
+
+
+def spatial_multiple(vae: Mapping[str, Any], denoiser: Mapping[str, Any]) -> int:
+    """What height and width must be multiples of: VAE scale x patch, in pixels.
+
+    Args:
+        vae: The VAE's configuration.
+        denoiser: The configuration of the transformer or UNet.
+
+    Raises:
+        ModelError: The VAE's configuration does not tell its scale.
+    """
+    return vae_scale(vae) * max(_patch(denoiser), _packing(vae, denoiser))
+
+
+def vae_scale(vae: Mapping[str, Any]) -> int:
+    """Pixels along an edge for each latent element.
+
+    Raises:
+        ModelError: The configuration does not tell.
+    """
+    for name in ("spatial_compression_ratio", "scale_factor_spatial"):
+        if isinstance(vae.get(name), int):
+            return int(vae[name])
+    if isinstance(scaling := vae.get("spatio_temporal_scaling"), list):
+        return int(2 ** sum(map(bool, scaling)) * _last(vae.get("patch_size")))
+    if isinstance(downsample := vae.get("temperal_downsample"), list):
+        return int(2 ** len(downsample))  # one halving of the edges per entry, true or not
+    for name in ("encoder_block_out_channels", "block_out_channels"):
+        if isinstance(channels := vae.get(name), list) and channels:
+            return int(2 ** (len(channels) - 1))
+    raise ModelError(
+        f"configuration of {vae.get('_class_name', 'the VAE')} does not tell its scale: "
+        "neither block_out_channels nor a compression ratio is in it"
+    )
+
+
+def _patch(denoiser: Mapping[str, Any]) -> int:
+    """Latent elements along an edge of one token; 1 for UNets."""
+    if isinstance(sizes := denoiser.get("all_patch_size"), list) and sizes:
+        return max(int(size) for size in sizes)
+    return _last(denoiser.get("patch_size"))
+
+
+def _packing(vae: Mapping[str, Any], denoiser: Mapping[str, Any]) -> int:
+    """Edge of the latent squares that are packed into channels before the denoiser.
+
+    No configuration states it: it shows in the denoiser's channels being a square times the
+    VAE's. Where the pipeline packs by the denoiser's patch size, both say the same.
+    """
+    latent = vae.get("latent_channels") or vae.get("z_dim")
+    channels = denoiser.get("out_channels") or denoiser.get("in_channels")
+    if not isinstance(latent, int) or not isinstance(channels, int) or channels % latent:
+        return 1
+    edge = math.isqrt(channels // latent)
+    return edge if edge**2 * latent == channels else 1
+
+
+def _last(size: Any) -> int:
+    """The width of a patch given as one number, (height, width) or (frames, height, width)."""
+    if isinstance(size, list | tuple) and size:
+        size = size[-1]
+    return size if type(size) is int and size > 0 else 1
+
+
+def check_size(
+    height: object,
+    width: object,
+    multiple: int,
+    *,
+    num_frames: int = 1,
+    bytes_per_pixel: int = BYTES_PER_PIXEL,
+    limit_bytes: int = SIZE_LIMIT_BYTES,
+) -> tuple[int, int]:
+    """Height and width in pixels, each a multiple of `multiple` and together below a limit.
+
+    Args:
+        num_frames: Frames that are decoded at a time.
+        bytes_per_pixel: Estimated memory of the widest layer for one pixel of one frame.
+        limit_bytes: What height x width x frames x bytes_per_pixel may come to.
+
+    Raises:
+        RequestError: With the two nearest valid values of each wrong one.
+    """
+    height, width = whole_number(height, "height"), whole_number(width, "width")
+    wrong = [
+        f"{name} {value} is not a multiple of {multiple} pixels, use {_nearest(value, multiple)}"
+        for name, value in (("height", height), ("width", width))
+        if value < multiple or value % multiple
+    ]
+    if wrong:
+        raise RequestError("; ".join(wrong))
+    nbytes = height * width * num_frames * bytes_per_pixel
+    if nbytes > limit_bytes:
+        frames = f" x {num_frames} frames" if num_frames > 1 else ""
+        raise RequestError(
+            f"size {width} x {height}{frames} needs about {nbytes / 2**30:.0f} GiB to decode, "
+            f"{limit_bytes / 2**30:.0f} GiB are allowed; choose a smaller size"
+        )
+    return height, width
+
+
+def _nearest(value: int, multiple: int) -> str:
+    below = value // multiple * multiple
+    return f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
+
+
+def whole_number(value: object, name: str) -> int:
+    """A value that is an integer and no bool.
+
+    Raises:
+        RequestError: It is anything else.
+    """
+    if type(value) is not int:
+        raise RequestError(f"{name} is {shown(value)} ({kind(value)}), expected a whole number")
+    return value
