@@ -165,6 +165,7 @@ def _noun_phrase(figure: Figure, rng: Random) -> str:
 
 def _with_ground(body: str, ground: str, ahead: bool, rng: Random) -> str:
     a_ground = f"{'an' if ground[0] in 'aeiou' else 'a'} {ground}"
+    forms: tuple[str, ...]
     if ahead:
         forms = (
             f"on {a_ground} background, {body}",
