@@ -167,23 +167,26 @@ class Stream:
 
 
 @contextmanager
-def new_file(path: Path, need: int = 0) -> Iterator[Stream]:
+def new_file(path: Path, need: int = 0, *, folder_fd: int | None = None) -> Iterator[Stream]:
     """Create a file and flush it to disk at the end; on any failure nothing of it remains.
 
     Args:
         path: A name that does not exist, in a folder that does.
         need: Expected size in bytes, 0 if unknown; compared with the free space first.
+        folder_fd: A handle on the folder of `path`, to be used in place of its name.
 
     Raises:
         ArtifactError: No space, no permission, or another failure to write. Errors that the
             caller's own code raises meanwhile pass through.
     """
+    name = path if folder_fd is None else path.name
     try:
-        usage = shutil.disk_usage(path.parent)
+        usage = shutil.disk_usage(path.parent if folder_fd is None else folder_fd)
         if usage.total and need > usage.free:  # some network disks report 0 of 0 bytes
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # Not the tempfile module: its mode 0600 would override the user's umask.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o666, dir_fd=folder_fd)
     except OSError as error:
         raise_write_error(error, path.parent, need)
     stream = Stream(fd)
@@ -194,7 +197,8 @@ def new_file(path: Path, need: int = 0) -> Iterator[Stream]:
         finally:
             os.close(fd)
     except BaseException as error:
-        path.unlink(missing_ok=True)  # first, so that the message tells the space without it
+        with suppress(FileNotFoundError):  # first: the message tells the space without it
+            os.unlink(name, dir_fd=folder_fd)
         if isinstance(error, OSError) and error is stream.failure:
             raise_write_error(error, path.parent, max(need, stream.size))
         raise

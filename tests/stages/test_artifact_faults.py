@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ from stages.errors import ArtifactError, ArtifactMissing, ModelError
 from stages.local_files import object_key
 from stages.models import open_model
 from tests.support.fake_models import write_model
+from tests.support.users import NOBODY, nobody, open_to_others
 
 MIB = 2**20
-NOBODY = 65534
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 
@@ -106,28 +105,8 @@ def test_a_limit_on_file_sizes_is_reported_and_leaves_nothing(tmp_path: Path) ->
 
 @pytest.fixture
 def shared_folder(tmp_path: Path) -> Path:
-    """A folder that another user can reach: pytest's own are closed to all others."""
-    folder = tmp_path
-    while folder.stat().st_uid == os.geteuid() and folder != Path("/tmp"):
-        folder.chmod(folder.stat().st_mode | 0o055)
-        folder = folder.parent
-    return tmp_path
-
-
-@contextmanager
-def nobody(umask: int = 0o022) -> Iterator[None]:
-    """Do what follows as an unprivileged user."""
-    groups, before = os.getgroups(), os.umask(umask)
-    os.setgroups([])
-    os.setegid(NOBODY)
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(groups)
-        os.umask(before)
+    """A folder that another user can reach."""
+    return open_to_others(tmp_path)
 
 
 @as_root

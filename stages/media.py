@@ -1,0 +1,259 @@
+"""Finished pictures on the user's disk: under safe names, with their settings inside.
+
+Nothing is overwritten unless asked for, and nothing is written outside of the output folder.
+This module loads no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+from pydantic import TypeAdapter, ValidationError
+
+from stages.errors import ArtifactError, RequestError
+from stages.file_names import check_name, find_collisions, safe_stem
+from stages.file_writes import check_folder_writable, new_file, raise_write_error, temp_name
+from stages.png_text import read_texts, with_texts
+
+__all__ = [
+    "Settings",
+    "check_name",
+    "check_output_folder",
+    "find_collisions",
+    "read_settings",
+    "safe_stem",
+    "write_png",
+]
+
+SETTINGS_FORMAT = 1
+KEYWORD = "exeunt"
+_HASHED = ("transformer", "unet")  # whose hash stands for the model where only one fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How one picture was made.
+
+    Attributes:
+        seed: Of this picture, not of its batch.
+        num_inference_steps: Steps that ran.
+        steps_requested: Steps that were asked for, if other than those that ran.
+        model_hashes: Full fingerprint of each component, 64 hex digits.
+        adapters: Weight of each adapter, by name.
+        versions: Of the libraries that define the mathematics.
+        artifacts: Digest of each artifact on the way, by stage and role.
+        row_id: The row of a batch table, or empty.
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    seed: int
+    num_inference_steps: int
+    steps_requested: int | None = None
+    guidance_scale: float
+    scheduler: str
+    height: int
+    width: int
+    model: str
+    model_hashes: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    family: str = ""
+    dtype: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    row_id: str = ""
+
+    def as_parameters(self) -> str:
+        """The text that most picture tools read: prompt, negative prompt, one line of values."""
+        hashes = [self.model_hashes[name] for name in _HASHED if name in self.model_hashes]
+        values: dict[str, object] = {
+            "Steps": self.num_inference_steps,
+            "Sampler": self.scheduler,
+            "CFG scale": f"{self.guidance_scale:g}",
+            "Seed": self.seed,
+            "Size": f"{self.width}x{self.height}",
+            "Model hash": hashes[0][:10] if hashes else None,
+            "Model": self.model,
+            "Version": f"exeunt {_version()}",
+        }
+        lines = [self.prompt]
+        if self.negative_prompt:
+            lines.append(f"Negative prompt: {self.negative_prompt}")
+        present = {name: value for name, value in values.items() if value is not None}
+        lines.append(", ".join(f"{name}: {_quoted(str(v))}" for name, v in present.items()))
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """All settings as one JSON object with the format's number and our version."""
+        document = asdict(self) | {"format": SETTINGS_FORMAT, "version": _version()}
+        return json.dumps(document, ensure_ascii=False, sort_keys=True)
+
+
+def _quoted(value: str) -> str:
+    """Values that hold a separator stand as JSON text, as readers of that line expect."""
+    return json.dumps(value, ensure_ascii=False) if set(value) & set(",:\n") else value
+
+
+def _version() -> str:
+    return metadata.version("exeunt")
+
+
+def check_output_folder(folder: str | Path) -> Path:
+    """The absolute output folder, created if need be and known to be writable.
+
+    Raises:
+        RequestError: It cannot be written; with path, uid, owner and mode.
+    """
+    path = Path(folder).expanduser().absolute()
+    try:
+        check_folder_writable(path)
+    except ArtifactError as error:
+        raise RequestError(f"output folder is {error}") from error
+    return path
+
+
+def write_png(
+    png: bytes,
+    folder: str | Path,
+    *,
+    prompt: str = "",
+    seed: int | None = None,
+    name: str | None = None,
+    settings: Settings | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a picture under a name that nothing else has, and return its absolute path.
+
+    The file appears whole or not at all; any number of processes may write into one folder.
+
+    Args:
+        png: A PNG file; its pixels stay as they are.
+        folder: Created if need be.
+        prompt, seed: Make the name where none is given.
+        name: The user's own name, with `/` between subfolders; see `check_name`.
+        settings: Written into the file: `parameters` as text and `exeunt` as JSON.
+        overwrite: Take the place of a file of that name, where a counter is added otherwise.
+
+    Raises:
+        RequestError: The name cannot be used, or a subfolder is a link.
+        ArtifactError: `png` is no PNG file, or it cannot be written.
+    """
+    relative = check_name(name) if name is not None else PurePosixPath(safe_stem(prompt, seed))
+    stem = relative.name[:-4] if name is not None else relative.name
+    if settings is not None:
+        texts = {"parameters": settings.as_parameters(), KEYWORD: settings.as_json()}
+        png = with_texts(png, texts)
+    top = Path(folder).expanduser().absolute()
+    place = top.joinpath(*relative.parts[:-1])
+    with _open_folder(top, relative.parts[:-1]) as folder_fd:
+        temp = temp_name(".picture")
+        with new_file(place / temp, len(png), folder_fd=folder_fd) as stream:
+            stream.write(png)
+        try:
+            return place / _publish(temp, stem, folder_fd, overwrite=overwrite)
+        except OSError as error:
+            raise_write_error(error, place, len(png))
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temp, dir_fd=folder_fd)
+
+
+@contextmanager
+def _open_folder(top: Path, subfolders: tuple[str, ...]) -> Iterator[int]:
+    """A handle on the folder to write into, reached without following a link below `top`.
+
+    A name that was checked a moment ago may be a link by now; a handle stays what it is.
+    """
+    here = top
+    try:
+        top.mkdir(parents=True, exist_ok=True)
+        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileExistsError as error:
+        raise ArtifactError(f"output folder is a file: {top}; choose another folder") from error
+    except OSError as error:
+        raise_write_error(error, top, 0)
+    try:
+        for part in subfolders:
+            here = here / part
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                inner = os.open(part, flags, dir_fd=fd)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise RequestError(
+                        f"subfolder is a link or a file: {here}; choose another name"
+                    ) from error
+                raise_write_error(error, here, 0)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _publish(temp: str, stem: str, folder_fd: int, *, overwrite: bool) -> str:
+    """Give a complete file its name, adding -2, -3 and so on where it is taken."""
+    if overwrite:
+        name = f"{stem}.png"
+        os.rename(temp, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        return name
+    count = 1
+    while True:
+        name = f"{stem}.png" if count == 1 else f"{stem}-{count}.png"
+        try:
+            _claim(temp, name, folder_fd)
+        except FileExistsError:
+            count += 1
+        else:
+            return name
+
+
+def _claim(temp: str, name: str, folder_fd: int) -> None:
+    """Rename without replacing, or raise FileExistsError: a plain rename would replace."""
+    try:
+        os.link(temp, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # A disk without hard links: an empty file holds the name until ours replaces it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        os.close(os.open(name, flags, 0o666, dir_fd=folder_fd))
+        os.rename(temp, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+
+
+def read_settings(path: str | Path) -> Settings:
+    """The settings that a picture carries. They are data of whoever made the file: untrusted.
+
+    Raises:
+        RequestError: The file is no PNG picture, carries no settings of ours, or settings of a
+            newer format; or its texts exceed the limits of `read_texts`.
+        OSError: The file cannot be read.
+    """
+    text = read_texts(Path(path)).get(KEYWORD)
+    if text is None:
+        raise RequestError(f"picture carries no settings: {path}")
+    try:
+        document = json.loads(text)
+        found = document.pop("format")
+        if found != SETTINGS_FORMAT:
+            raise RequestError(
+                f"settings have format {found!r}, this version reads {SETTINGS_FORMAT}: {path}"
+            )
+        document.pop("version", None)
+        return TypeAdapter(Settings).validate_python(document)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
+        kind = "ValidationError" if isinstance(error, ValidationError) else str(error)
+        raise RequestError(f"settings in a picture are malformed: {path}: {kind}") from error
