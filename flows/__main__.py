@@ -1,0 +1,7 @@
+"""`python -m flows`: the `exeunt` command."""
+
+import sys
+
+from flows.cli import main
+
+sys.exit(main())

@@ -1,0 +1,101 @@
+"""The `exeunt` command: one subcommand per family flow, and what keeps the house.
+
+This module imports little, so that `--help` and typing mistakes cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
+from stages.errors import StageError
+
+FAMILIES = {"z-image": ("flows.z_image", "paint pictures with a Z-Image model")}
+"""Each family's flow module and what it does; the flow has the module's own name."""
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "artifacts": ("flows.cli_artifacts", "list, show, verify and collect stored results"),
+    "up": ("flows.cli_server", "start the Prefect server, with a worker and the deployments"),
+    "down": ("flows.cli_server", "stop what `exeunt up` or a run has started"),
+    "status": ("flows.cli_server", "say what runs"),
+    "prune": ("flows.cli_server", "delete old flow runs from the server's database"),
+}
+
+
+LEAVE_WITHIN_S = 1.7
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("exeunt: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except StageError as error:
+        print(f"exeunt: error: {error}", file=sys.stderr)
+        return exit_code(error)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Ctrl-C: leave in an orderly way, but leave.
+
+    The server is told that the run was interrupted; if it is too busy to listen, the process
+    ends all the same. Its stage processes see their lifelines close and end with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    timer = threading.Timer(LEAVE_WITHIN_S, os._exit, [EXIT_INTERRUPTED])
+    timer.daemon = True
+    timer.start()
+    raise KeyboardInterrupt
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = _parser()
+    known = parser.parse_args(arguments[:1] or ["--help"])
+    name, rest = known.command, arguments[1:]
+    if name in FAMILIES:
+        from flows.cli_family import run_family
+
+        module_name, _ = FAMILIES[name]
+        return run_family(name, module_name, rest)
+    run: Callable[[str, list[str]], int] = importlib.import_module(COMMANDS[name][0]).run
+    return run(name, rest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = [
+        *("families:", *(f"  {name:<12} {text}" for name, (_, text) in FAMILIES.items())),
+        *("", "housekeeping:", *(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())),
+        *("", "`exeunt COMMAND --help` says what a command takes.", "", EXIT_CODES),
+    ]
+    parser = argparse.ArgumentParser(
+        prog="exeunt",
+        description="Diffusion pictures, staged: every phase in a process of its own that "
+        "retires when it is done, every result found again.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="exeunt COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("exeunt"))
+    parser.add_argument(
+        "command",
+        metavar="COMMAND",
+        choices=[*FAMILIES, *COMMANDS],
+        help="a family or a housekeeping command, listed below",
+    )
+    return parser

@@ -1,0 +1,178 @@
+"""Run a family's flow from the command line: options, server, display, result.
+
+What costs seconds starts early and side by side: the Prefect server and the fork server boot
+while this process imports Prefect. A command line whose last run found everything in the store
+is taken at its word, and starts no fork server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flows.cli_arguments import add_flow_arguments
+from flows.display import JsonDisplay, LineDisplay, LiveDisplay, Tally, showing
+from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
+from flows.prefect_profile import apply_profile
+from flows.server import Server, begin, configured_url, read_state
+from flows.settings import Home, RunSettings
+from flows.shared_launcher import shared_launcher
+from stages.errors import StageError
+
+HELP_OPTIONS = {"-h", "--help"}
+VERBOSE_OPTION = "--verbose"
+OWN_OPTIONS = {"json", "verbose"}
+
+
+def run_family(name: str, module_name: str, arguments: list[str]) -> int:
+    """Run the flow of a family; returns the exit code.
+
+    Raises:
+        StageError: An argument, the model or a stage is at fault.
+    """
+    if HELP_OPTIONS & set(arguments):
+        _parse(name, _function(importlib.import_module(module_name)), arguments)
+        return EXIT_OK
+    settings = RunSettings.from_env()
+    if VERBOSE_OPTION not in arguments:  # our own display tells; the server keeps the log
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    apply_profile(settings.home)
+    starting = begin(settings.home)
+    announced = announce(settings.home)
+    launcher = None
+    hint = _hint(settings.home.root, name, arguments)
+    if not hint.exists():
+        launcher = shared_launcher(settings.launch)
+        launcher.start_fork_server()
+    try:
+        module = importlib.import_module(module_name)
+        options = _parse(name, _function(module), arguments)
+        values = {key: value for key, value in vars(options).items() if key not in OWN_OPTIONS}
+        checked = inspect.signature(module.check).parameters
+        module.check(**{key: value for key, value in values.items() if key in checked})
+        with _connected(starting.wait(), announced):
+            code, was_all_found = _run(module, options.json, values)
+    finally:
+        if launcher is not None:
+            launcher.close()
+    if was_all_found:
+        hint.parent.mkdir(parents=True, exist_ok=True)
+        hint.touch()
+    else:
+        hint.unlink(missing_ok=True)
+    return code
+
+
+def announce(home: Home) -> str | None:
+    """Name the local server in the environment before Prefect, which reads it, is imported.
+
+    Returns:
+        The address, or None when the user has a server of their own.
+    """
+    state = read_state(home)
+    if state is None or configured_url(home, os.environ) is not None:
+        return None
+    os.environ["PREFECT_API_URL"] = state.api_url
+    return state.api_url
+
+
+@contextmanager
+def _connected(server: Server, announced: str | None) -> Iterator[None]:
+    """While open, Prefect talks to `server`, which may not be the one that was announced."""
+    if server.mode == "configured" or server.api_url == announced:
+        yield
+        return
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+        temporary_settings,
+    )
+
+    is_ephemeral = server.api_url is None
+    with temporary_settings(
+        {PREFECT_API_URL: server.api_url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: is_ephemeral}
+    ):
+        yield
+
+
+def _run(module: Any, as_json: bool, values: dict[str, Any]) -> tuple[int, bool]:
+    """Run the flow; returns the exit code, and whether the store held every result."""
+    name = module.__name__.rpartition(".")[2]
+    with _display(as_json) as tally:
+        try:
+            pictures = getattr(module, name)(**values)
+        except KeyboardInterrupt:
+            print("exeunt: interrupted; what is finished is kept", file=sys.stderr)
+            return EXIT_INTERRUPTED, False
+        except StageError as error:
+            _tell_error(error, as_json)
+            return exit_code(error), False
+    if as_json:
+        document = {
+            "event": "finished",
+            "pictures": [picture.model_dump() for picture in pictures],
+            "made": tally.made,
+            "found": tally.found,
+        }
+        print(json.dumps(document), flush=True)
+    else:
+        noun = "picture" if len(pictures) == 1 else "pictures"
+        print(f"{len(pictures)} {noun}, {tally.sentence()}", file=sys.stderr)
+    return EXIT_OK, not tally.made
+
+
+def _tell_error(error: StageError, as_json: bool) -> None:
+    if as_json:
+        document = {"event": "failed", "error": type(error).__name__, "message": str(error)}
+        print(json.dumps(document), flush=True)
+    print(f"exeunt: error: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _display(as_json: bool) -> Iterator[Tally]:
+    if as_json:
+        tally = Tally(JsonDisplay(sys.stdout))
+        with showing(tally):
+            yield tally
+    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        live = LiveDisplay(sys.stderr)
+        tally = Tally(live)
+        with showing(tally), live.shown():
+            yield tally
+    else:
+        tally = Tally(LineDisplay(sys.stderr))
+        with showing(tally):
+            yield tally
+
+
+def _function(module: Any) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(module, module.__name__.rpartition(".")[2]).fn
+    return function
+
+
+def _parse(name: str, function: Callable[..., Any], arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"exeunt {name}",
+        description=(inspect.getdoc(function) or "").partition("\n")[0],
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flow_arguments(parser, function)
+    parser.add_argument(VERBOSE_OPTION, action="store_true", help="show Prefect's log as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON document per event")
+    return parser.parse_args(arguments)
+
+
+def _hint(home: Path, name: str, arguments: list[str]) -> Path:
+    """A file that exists when the last run of this very command line computed nothing."""
+    line = json.dumps([name, *arguments, str(Path.cwd())])
+    return home / "hints" / hashlib.sha256(line.encode()).hexdigest()[:32]

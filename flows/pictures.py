@@ -1,0 +1,85 @@
+"""Finished pictures: from the store into a folder, with their settings inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from flows.run import Run
+from stages.contracts import Record, StageResult
+from stages.media import Settings, write_png
+from stages.report import library_versions
+
+
+class Picture(Record):
+    """One picture that was saved.
+
+    Attributes:
+        path: Absolute path of the file.
+        prompt: What it was painted for.
+        seed: Its own seed, exact.
+        digest: sha256 of the picture in the store, without the settings written into the file.
+    """
+
+    path: str
+    prompt: str
+    seed: int
+    digest: str
+
+
+def save_picture(
+    run: Run,
+    image: StageResult,
+    *,
+    folder: Path,
+    embed_settings: bool,
+    prompt: str,
+    negative_prompt: str,
+    seed: int,
+    num_inference_steps: int,
+    guidance_scale: float,
+    height: int,
+    width: int,
+    stages: Mapping[str, StageResult],
+) -> Picture:
+    """Write a decoded picture into `folder` under a safe name that nothing else has.
+
+    Args:
+        image: What the decode stage made.
+        embed_settings: Write all settings into the file, as text and as JSON.
+        stages: Result of each stage, to name the artifacts the picture came from.
+    """
+    ref = image.artifacts["image-0"]
+    settings = None
+    if embed_settings:
+        settings = Settings(
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            seed=seed,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            scheduler=run.model.components["scheduler"].class_name,
+            height=height,
+            width=width,
+            model=run.model_name,
+            model_hashes=run.model_hashes(),
+            family=run.family,
+            dtype=run.dtype,
+            versions=library_versions(),
+            artifacts={
+                f"{stage}.{role}": made.digest
+                for stage, result in stages.items()
+                for role, made in result.artifacts.items()
+            },
+        )
+    path = _save(run.store.read(ref), folder, settings, prompt, seed)
+    run.display.saved(str(path), f"{prompt} · {seed}")
+    return Picture(path=str(path), prompt=prompt, seed=seed, digest=ref.digest)
+
+
+@task(name="save", task_run_name="save-{seed}", persist_result=False, cache_policy=NO_CACHE)
+def _save(png: bytes, folder: Path, settings: Settings | None, prompt: str, seed: int) -> Path:
+    return write_png(png, folder, prompt=prompt, seed=seed, settings=settings)

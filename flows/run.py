@@ -1,0 +1,240 @@
+"""`Run`: one flow run's model, store and device, and the phases that run on them.
+
+A flow reads as the phases in their order, each a `with` block. Inside it, calling the phase
+makes a request out of the visible arguments and runs it as a Prefect task; leaving the block
+retires the phase's process, and its memory is back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flows.display import Display, current_display
+from flows.launch import StageSession
+from flows.progress import report_progress
+from flows.settings import RunSettings
+from flows.shared_launcher import shared_launcher
+from flows.tasks import stage_task
+from stages.artifacts import ArtifactStore
+from stages.contracts import StageContext, StageName, StageRequest, StageResult
+from stages.errors import RequestError
+from stages.manifest import Manifest
+from stages.models import ModelDirectory
+from stages.protocol import Done, Failed, Progress, Ready, Warn
+from stages.versions import CODE_VERSIONS, library_versions
+
+
+class Phase:
+    """One phase of a run: call it to run a request in the phase's own process."""
+
+    def __init__(self, run: Run, stage: StageName) -> None:
+        self._run, self._stage = run, stage
+        self._label = ""
+        self._ran = False
+        self._session = StageSession(
+            stage,
+            shared_launcher(run.settings.launch),
+            timeout_s=run.timeout_s,
+            on_event=self._tell,
+        )
+        self._task = stage_task(stage)
+        if run.fresh:
+            self._task = self._task.with_options(refresh_cache=True)
+
+    def __call__(
+        self,
+        *inputs: StageResult,
+        label: str = "",
+        seed: int | None = None,
+        **options: Any,
+    ) -> StageResult:
+        """Run one request, or find its result.
+
+        Args:
+            inputs: Results of earlier phases.
+            label: For people, in logs and displays.
+            seed: Seeds the phase's generator; kept out of phases that draw nothing.
+            options: The pipeline's own arguments for this phase; None means its default.
+
+        Raises:
+            StageError: The phase failed; the class says how.
+        """
+        request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
+        self._label, self._ran = label, False
+        start = time.perf_counter()
+        result = self._task(request, self, self._run.context)
+        elapsed_s = time.perf_counter() - start
+        self._run.display.request_ends(
+            self._stage, label, cached=not self._ran, elapsed_s=elapsed_s
+        )
+        return result
+
+    def run(
+        self, request: StageRequest, context: StageContext
+    ) -> tuple[StageResult, dict[str, Any]]:
+        """Called by the task on a cache miss: have the phase's process do the request."""
+        self._ran = True
+        result, report = self._session.run(request, context)
+        self._run.keep_report(request, report)
+        return result, report
+
+    def retire(self) -> None:
+        """End the phase's process, if it ever started."""
+        self._session.close()
+
+    def _tell(self, event: Ready | Progress | Warn | Done | Failed) -> None:
+        match event:
+            case Progress():
+                self._run.display.step(
+                    self._stage, self._label, event.activity, event.step, event.num_steps
+                )
+                report_progress(event.step, event.num_steps, event.activity)
+            case Warn():
+                self._run.display.warn(event.message)
+            case _:
+                pass
+
+
+class Run:
+    """A flow run on one model; all its requests are made here.
+
+    Args:
+        family: Name of the family's declaration.
+        task: The family's task.
+        model: The model directory, opened and checked.
+        model_name: For people and picture settings.
+        dtype: Compute dtype by torch name.
+        device: `cpu`, `cuda` or `cuda:N`.
+        fresh: Compute every stage anew, whatever the store holds.
+        on_truncate: Whether a prompt longer than its encoder reads is an error.
+        timeout_s: Longest time for one request; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        *,
+        family: str,
+        task: str,
+        model: ModelDirectory,
+        model_name: str,
+        dtype: str,
+        device: str,
+        fresh: bool = False,
+        on_truncate: str = "warn",
+        timeout_s: float | None = None,
+        run_id: str = "",
+    ) -> None:
+        self.family, self.task, self.model, self.dtype = family, task, model, dtype
+        self.settings = settings = RunSettings.from_env()
+        self.model_name = model_name
+        self.fresh, self.timeout_s = fresh, timeout_s
+        self.store = ArtifactStore(settings.store_url)
+        self.display: Display = current_display()
+        self.context = StageContext.model_validate(
+            {
+                "model_dir": str(model.directory),
+                "store_url": settings.store_url,
+                "home_dir": str(settings.home.root),
+                "device": device,
+                "on_truncate": on_truncate,
+                "run_id": run_id,
+            }
+        )
+        self._num_reports = 0
+
+    @contextmanager
+    def phase(self, stage: StageName, num_requests: int = 1) -> Iterator[Phase]:
+        """A phase of this run; its process starts at the first request that has no result."""
+        phase = Phase(self, stage)
+        self.display.phase_begins(stage, num_requests)
+        try:
+            yield phase
+        finally:
+            phase.retire()
+            self.display.phase_ends(stage)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What the model's phases load and take; computed once a model, then found."""
+        with self.phase("inspect") as inspect:
+            result = inspect(label=self.model_name)
+        return Manifest.model_validate_json(self.store.read(result.artifacts["manifest"]))
+
+    def request(
+        self,
+        stage: StageName,
+        inputs: tuple[StageResult, ...],
+        *,
+        seed: int | None,
+        label: str,
+        options: Mapping[str, Any],
+    ) -> StageRequest:
+        """The request that says all that determines this stage's output."""
+        home, parts = self.settings.home.root, self.model.components
+        configs = {name: part.config_digest for name, part in parts.items()}
+        configs["model_index"] = self.model.index_digest
+        components: dict[str, str] = {}
+        if stage == "inspect":  # it reads no weights, only what their headers promise
+            components = {name: part.header_digest for name, part in parts.items()}
+        else:
+            names = self.manifest.phases[stage].components
+            components = {name: parts[name].fingerprint(home) for name in names}
+        return StageRequest(
+            stage=stage,
+            code_version=CODE_VERSIONS[stage],
+            family=self.family,
+            task=self.task,
+            libraries=library_versions(),
+            components=components,
+            configs=configs,
+            inputs=_roles(inputs),
+            dtype=self.dtype,
+            options={name: value for name, value in options.items() if value is not None},
+            seed=seed,
+            label=label,
+        )
+
+    def model_hashes(self) -> dict[str, str]:
+        """Full fingerprint of each component that has weights or files of its own."""
+        home = self.settings.home.root
+        return {name: each.fingerprint(home) for name, each in self.model.components.items()}
+
+    def keep_report(self, request: StageRequest, report: dict[str, Any]) -> None:
+        """Write a stage's report where `exeunt report` finds it."""
+        folder = self.settings.home.root / "reports" / (self.context.run_id or "unnamed")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._num_reports += 1
+        path = folder / f"{self._num_reports:05d}-{request.stage}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(report, indent=1))
+        partial.replace(path)
+
+
+def _roles(inputs: tuple[StageResult, ...]) -> dict[str, Any]:
+    roles: dict[str, Any] = {}
+    for result in inputs:
+        for role, ref in result.artifacts.items():
+            if role in roles:
+                raise RequestError(f"two inputs of one request are both called {role!r}")
+            roles[role] = ref
+    return roles
+
+
+def model_settings(directory: Path) -> dict[str, Any]:
+    """The settings that a model recommends for itself, from its `exeunt.json`; often none."""
+    path = directory / "exeunt.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{path} is not JSON: {error}; correct it or remove it") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} holds a {type(found).__name__}; it has to be one JSON object")
+    return found

@@ -1,0 +1,229 @@
+"""Z-Image as a flow: one Qwen3 text encoder, a single-stream transformer, an AutoencoderKL.
+
+This file is the whole integration of a family and the example to copy for another one:
+arguments with the family's defaults, their checks, and the phases in reading order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from prefect import flow
+from prefect.runtime import flow_run
+from pydantic import Field
+
+from flows.pictures import Picture, save_picture
+from flows.run import Run, model_settings
+from flows.settings import RunSettings
+from stages import rules
+from stages.models import ModelDirectory, open_model, resolve_model
+
+DEFAULT_STEPS = 8
+DEFAULT_GUIDANCE = 1.0
+MAX_SEQUENCE_LENGTH = 512  # tokens that the text encoder was trained to read
+
+
+def _run_name() -> str:
+    prompt = flow_run.parameters.get("prompt") or ""
+    first = prompt if isinstance(prompt, str) else str(prompt[0])
+    return f"z-image {rules.escape_for_terminal(first)[:60]}"
+
+
+@flow(name="z-image", flow_run_name=_run_name, persist_result=False)
+def z_image(
+    prompt: str | list[str],
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    model: str = "miniature",
+    dtype: str = "auto",
+    device: str = "auto",
+    output: str = "pictures",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Picture]:
+    """Paint pictures of prompts with a Z-Image model.
+
+    Args:
+        prompt: What to paint; several prompts make several pictures.
+        negative_prompt: What to keep away from; takes a guidance scale over 1.
+        seed: 0 to 2**64 - 1, or -1 to draw one; the n-th image of a prompt takes seed + n.
+        num_images: Images per prompt.
+        height: Pixels; by default what the model was trained for.
+        width: Pixels; by default what the model was trained for.
+        num_inference_steps: Denoising steps; by default what the model recommends.
+        guidance_scale: Weight of the prompt against the negative prompt; 1 or less is off.
+        max_sequence_length: Tokens of the prompt that are read.
+        model: A model directory, or miniature for the model that comes with exeunt.
+        dtype: float32, bfloat16, float16, or auto for that of the model's files.
+        device: cpu, cuda, cuda:N, or auto.
+        output: Folder for the pictures.
+        embed_settings: Write the settings into each picture.
+        on_truncate: warn or error when a prompt is longer than the text encoder reads.
+        fresh: Compute everything anew, even what is already there.
+    """
+    job = check(
+        prompt=prompt,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_images=num_images,
+        height=height,
+        width=width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        model=model,
+        dtype=dtype,
+        device=device,
+        output=output,
+    )
+    run = Run(
+        family="z-image",
+        task="text-to-image",
+        model=job.model,
+        model_name=job.model_name,
+        dtype=job.dtype,
+        device=job.device,
+        fresh=fresh,
+        on_truncate=on_truncate,
+        run_id=flow_run.id or "",
+    )
+    guided = job.guidance_scale > 1
+    if job.negative_prompt and not guided:
+        run.display.warn(
+            f"negative_prompt has no effect at guidance_scale {job.guidance_scale:g}; set it over 1"
+        )
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=text,
+                prompt=text,
+                negative_prompt=job.negative_prompt if guided else None,
+                do_classifier_free_guidance=guided,
+                max_sequence_length=job.max_sequence_length,
+            )
+            for text in job.prompts
+        ]
+
+    jobs = [(n, one) for n in range(len(job.prompts)) for one in job.seeds]
+    with run.phase("denoise", len(jobs)) as denoise:
+        latents = [
+            denoise(
+                embeds[n],
+                label=f"{job.prompts[n]} · {one}",
+                seed=one,
+                height=job.height,
+                width=job.width,
+                num_inference_steps=job.num_inference_steps,
+                guidance_scale=job.guidance_scale,
+            )
+            for n, one in jobs
+        ]
+
+    with run.phase("decode", len(jobs)) as decode:
+        images = [
+            decode(latents[k], label=f"{job.prompts[n]} · {one}") for k, (n, one) in enumerate(jobs)
+        ]
+
+    return [
+        save_picture(
+            run,
+            image,
+            folder=job.folder,
+            embed_settings=embed_settings,
+            prompt=job.prompts[n],
+            negative_prompt=job.negative_prompt if guided else "",
+            seed=one,
+            num_inference_steps=job.num_inference_steps,
+            guidance_scale=job.guidance_scale,
+            height=job.height,
+            width=job.width,
+            stages={"encode": embeds[n], "denoise": latents[k], "decode": image},
+        )
+        for k, ((n, one), image) in enumerate(zip(jobs, images, strict=True))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The arguments of one run, checked, with every default filled in."""
+
+    prompts: list[str]
+    negative_prompt: str
+    seeds: list[int]
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float
+    max_sequence_length: int
+    model: ModelDirectory
+    model_name: str
+    dtype: str
+    device: str
+    folder: Path
+
+
+def check(
+    *,
+    prompt: str | list[str],
+    negative_prompt: str,
+    seed: int | str,
+    num_images: int,
+    height: int | None,
+    width: int | None,
+    num_inference_steps: int | None,
+    guidance_scale: float | None,
+    max_sequence_length: int,
+    model: str,
+    dtype: str,
+    device: str,
+    output: str,
+) -> Job:
+    """Check every argument, against the model's own configuration where it decides.
+
+    Raises:
+        RequestError: An argument cannot be used; the message says what can.
+        ModelError: The model directory is not whole.
+
+    Loads no model and starts no process.
+    """
+    opened = open_model(resolve_model(model))
+    own = model_settings(opened.directory)
+    vae, transformer = (opened.components[name].config() for name in ("vae", "transformer"))
+    trained_at = int(vae["sample_size"])  # pixels of a side
+    height, width = rules.check_size(
+        trained_at if height is None else height,
+        trained_at if width is None else width,
+        rules.spatial_multiple(vae, transformer),
+    )
+    if num_inference_steps is None:
+        num_inference_steps = own.get("num_inference_steps", DEFAULT_STEPS)
+    if guidance_scale is None:
+        guidance_scale = own.get("guidance_scale", DEFAULT_GUIDANCE)
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    return Job(
+        prompts=[rules.check_prompt(text, "prompt") for text in prompts],
+        negative_prompt=rules.check_prompt(negative_prompt, "negative_prompt"),
+        seeds=rules.expand_seeds(rules.check_seed(seed), num_images),
+        height=height,
+        width=width,
+        num_inference_steps=rules.check_steps(num_inference_steps),
+        guidance_scale=rules.check_guidance(guidance_scale),
+        max_sequence_length=rules.check_token_limit(max_sequence_length, MAX_SEQUENCE_LENGTH),
+        model=opened,
+        model_name=model if model == "miniature" else opened.directory.name,
+        dtype=rules.check_dtype(dtype, opened.components["transformer"].file_dtype),
+        device=RunSettings.from_env().device
+        if device == "auto"
+        else rules.check_device_name(device),
+        folder=Path(output),
+    )
