@@ -1,0 +1,55 @@
+"""Kill 200 runs at random instants and print what became of them, as JSON.
+
+usage: python -m tests.benchmarks.kill_rounds [--rounds 200] [--seed 1] [--model DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from stages.models import resolve_model
+from tests.support.kills import Victim, play, schedule, undisturbed
+
+
+def main() -> int:
+    """Play the rounds; exit code 1 if any had a fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default="miniature")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="exeunt-kills-") as folder:
+        victim = Victim(Path(folder) / "home", resolve_model(options.model))
+        seeds = list(range(1000, 1000 + options.rounds))
+        expected = undisturbed(victim, seeds)
+        start = time.monotonic()
+        code, _, err = victim.finish(victim.start(999))
+        assert code == 0, err
+        start = time.monotonic()
+        code, _, err = victim.finish(victim.start(998))
+        assert code == 0, err
+        longest_s = time.monotonic() - start
+        counts: Counter[str] = Counter()
+        faults = []
+        for seed, (target, delay_s) in zip(
+            seeds, schedule(options.rounds, longest_s, options.seed), strict=True
+        ):
+            played = play(victim, seed, target, delay_s, expected[seed])
+            counts[target] += played.was_hit
+            counts["resumed"] += bool(played.finished_before) and played.num_tries > 1
+            if played.faults:
+                faults.append(asdict(played))
+            print(json.dumps(asdict(played)), flush=True)
+        victim.stop_server()
+    print(json.dumps({"rounds": options.rounds, "hits": counts, "faults": faults}))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

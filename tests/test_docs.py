@@ -1,0 +1,60 @@
+"""Every bash block of the tutorials does what the page says, in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def bash_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_tutorial_run(page: Path, tmp_path: Path) -> None:
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "EXEUNT_"))
+    }
+    environ |= {
+        "EXEUNT_HOME": str(tmp_path / "home"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    blocks = bash_blocks(page)
+    assert blocks
+    try:
+        for block in blocks:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block],
+                cwd=tmp_path,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+    finally:
+        subprocess.run(["exeunt", "down"], env=environ, capture_output=True, check=False)
+    assert list((tmp_path / "pictures").glob("*.png"))
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    dead = [
+        f"{page.relative_to(REPOSITORY)} -> {target}"
+        for page in pages
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not dead
