@@ -27,6 +27,8 @@ from stages.errors import RequestError
 from stages.manifest import Manifest
 from stages.models import ModelDirectory
 from stages.protocol import Done, Failed, Progress, Ready, Warn
+from stages.safetensors_header import read_header
+from stages.tokens import truncation_sentence
 from stages.versions import CODE_VERSIONS, library_versions
 
 
@@ -73,6 +75,8 @@ class Phase:
         self._run.display.request_ends(
             self._stage, label, cached=not self._ran, elapsed_s=elapsed_s
         )
+        if self._stage == "encode" and not self._ran:
+            self._run.tell_truncation(result)  # a process that runs tells it itself
         return result
 
     def run(
@@ -199,6 +203,23 @@ class Run:
             seed=seed,
             label=label,
         )
+
+    def tell_truncation(self, embeds: StageResult) -> None:
+        """Tell of a prompt that was longer than its encoder reads, out of the found artifact.
+
+        Raises:
+            RequestError: `on_truncate` is `error`, and there is one.
+        """
+        ref = next(iter(embeds.artifacts.values()))
+        document = json.loads(read_header(self.store.path(ref)).metadata["exeunt"])
+        facts = document["facts"]
+        for use in facts.get("tokens", []):
+            if use["tokens_total"] <= use["tokens_used"]:
+                continue
+            sentence = truncation_sentence(use, facts["token_limit"])
+            if self.context.on_truncate == "error":
+                raise RequestError(f"{sentence}; shorten it, or allow it with --on-truncate warn")
+            self.display.warn(sentence)
 
     def model_hashes(self) -> dict[str, str]:
         """Full fingerprint of each component that has weights or files of its own."""

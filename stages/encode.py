@@ -16,7 +16,7 @@ from stages.execute import (
     prepared_pipe,
     run_job,
 )
-from stages.tokens import TokenUse, token_use
+from stages.tokens import TokenUse, token_use, truncation_sentence
 
 PROMPTS = ("prompt", "negative_prompt")
 GUIDANCE_ON = "do_classifier_free_guidance"
@@ -40,12 +40,11 @@ def run(
     uses, limit = _count_tokens(job, guided)
     for use in uses:
         if use.tokens_total > use.tokens_used:
+            sentence = truncation_sentence(use.as_json(), limit)
             if context.on_truncate == "error":
-                raise RequestError(
-                    f"{use.sentence(limit)}; shorten it, or allow it with --on-truncate warn"
-                )
-            job.tracker.warnings.append(use.sentence(limit))
-            events.warn(use.sentence(limit))
+                raise RequestError(f"{sentence}; shorten it, or allow it with --on-truncate warn")
+            job.tracker.warnings.append(sentence)
+            events.warn(sentence)
     made = run_job(job, loaded_pipe(job))
     facts = {"tokens": [use.as_json() for use in uses], "token_limit": limit}
     job.tracker.facts |= facts

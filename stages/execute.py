@@ -190,8 +190,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return known[name]
 
 
+def quiet_libraries() -> None:
+    """Keep the libraries' bars and advice off the log; errors come as exceptions, once."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
 @lru_cache(maxsize=8)
 def _graph(family: str, task: str) -> Graph:
+    quiet_libraries()
     return split(family_named(family), task)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +31,20 @@ class TokenUse:
         """The fields as plain JSON values."""
         return asdict(self)
 
-    def sentence(self, limit: int) -> str:
-        """For people, with the numbers and the lost words (at most 200 characters of them)."""
-        lost = self.dropped_text if len(self.dropped_text) <= 200 else self.dropped_text[:199] + "…"
-        return (
-            f"{self.prompt} has {self.tokens_total} tokens but {self.encoder} reads {limit}; "
-            f"dropped: {lost!r}"
-        )
+
+def truncation_sentence(use: Mapping[str, Any], limit: int) -> str:
+    """A truncated prompt for people, with the numbers and at most 200 of the lost characters.
+
+    Args:
+        use: The fields of a `TokenUse`.
+        limit: Tokens that the encoder reads.
+    """
+    lost = use["dropped_text"]
+    lost = lost if len(lost) <= LONGEST_SHOWN else f"{lost[: LONGEST_SHOWN - 1]}…"
+    return (
+        f"{use['prompt']} has {use['tokens_total']} tokens but {use['encoder']} reads {limit}; "
+        f"dropped: {lost!r}"
+    )
 
 
 def token_use(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import Counter
@@ -352,6 +353,21 @@ def test_minus_one_draws_a_seed_and_records_it(studio: Studio) -> None:
     ]
     assert seeds[0] != seeds[1] and all(0 <= seed < 2**64 for seed in seeds)
     assert studio.paint(seed=seeds[0]).ran == {}
+
+
+def test_a_truncated_prompt_is_told_again_when_its_embedding_is_found(studio: Studio) -> None:
+    from flows.display import LineDisplay, showing
+
+    long = {"prompt": "red " * 100 + "hedgehog"}
+    told = []
+    for _ in range(2):
+        heard = io.StringIO()
+        with showing(LineDisplay(heard)):
+            studio.paint(**long)
+        told.append([line for line in heard.getvalue().splitlines() if "warning" in line])
+    assert told[0] == told[1] and "text_encoder reads 64" in told[0][0]
+    with pytest.raises(RequestError, match="text_encoder reads 64"):
+        studio.paint(**long, on_truncate="error")
 
 
 def test_settings_stay_out_of_the_picture_on_request(studio: Studio) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.tokens import TokenUse, token_use
+from stages.tokens import TokenUse, token_use, truncation_sentence
 from tests.support.tiny_models import byte_level_tokenizer
 
 
@@ -54,5 +54,6 @@ def test_a_prompt_is_passed_on_unchanged_newlines_and_brackets_too(tokenizer: An
 
 
 def test_the_sentence_names_encoder_limit_and_loss(tokenizer: Any) -> None:
-    text = use(tokenizer, "red " * 300 + "hedgehog", 32).sentence(32)
+    found = use(tokenizer, "red " * 300 + "hedgehog", 32)
+    text = truncation_sentence(found.as_json(), 32)
     assert "text_encoder reads 32" in text and len(text) < 400
