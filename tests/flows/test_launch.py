@@ -265,7 +265,8 @@ def test_both_methods_make_the_same_kind_of_process(launcher: Launcher) -> None:
     assert facts == {
         "modules": [],
         "is_leader": True,
-        "num_fds": 7,  # 0 to 2, request, event, lifeline, and the listing's own
+        "num_fds": 6,  # 0 to 2, request, event, lifeline
+        "inheritable": [],  # by programs that the stage starts
         "folder": str(Path.cwd()),
         "offline": "1",
         "sigint": True,

@@ -170,7 +170,8 @@ def test_events_of_several_threads_never_mix() -> None:
         request: StageRequest, context: StageContext, events: worker.Events
     ) -> tuple[StageResult, dict[str, Any]]:
         threads = [
-            Thread(target=events.progress, args=("running", n, 20, "x" * 9000)) for n in range(20)
+            Thread(target=events.progress, args=("running", n, 20, "x" * 200_000))
+            for n in range(20)
         ]
         for thread in threads:
             thread.start()

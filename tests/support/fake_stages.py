@@ -104,14 +104,24 @@ def _clean_up(path: Any, events: Events) -> None:
 
 def _facts(names: Any, events: Events) -> dict[str, Any]:
     """What a process is: to compare the two ways of making one."""
+    fds = [fd for fd in range(100) if _is_open(fd)]
     return {
         "modules": [name for name in names if name in sys.modules],
         "is_leader": os.getpgrp() == os.getpid() == os.getsid(0),
-        "num_fds": len(list(Path("/proc/self/fd").iterdir())),
+        "num_fds": len(fds),
+        "inheritable": [fd for fd in fds if fd > 2 and os.get_inheritable(fd)],
         "folder": str(Path.cwd()),
         "offline": os.environ["HF_HUB_OFFLINE"],
         "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     }
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def _events(values: Any, events: Events) -> None:
