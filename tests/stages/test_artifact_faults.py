@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stages.artifacts import ArtifactStore
-from stages.contracts import ArtifactRef
+from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing, ModelError
 from stages.local_files import object_key
 from stages.models import open_model
@@ -140,10 +140,14 @@ def test_another_users_store_can_be_read_and_not_mended(
 ) -> None:
     store = ArtifactStore(shared_folder / "store")
     good, bad = store.put(b"good"), store.put(b"bad!")
+    asked = StageRequest(stage="encode", code_version="1", family="f", task="t", dtype="float32")
+    made = StageResult(stage="encode", artifacts={"embeds": good})
+    store.record(asked, made)
     (shared_folder / "store" / object_key(bad.digest)).write_bytes(b"evil")
 
     with nobody():
         assert store.read(good) == b"good"
+        assert store.lookup(asked) == made
         with pytest.raises(ArtifactMissing):
             store.verify(bad)
 

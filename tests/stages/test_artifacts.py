@@ -1,5 +1,6 @@
 """The artifact store's promises, kept by each kind of store."""
 
+import io
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from PIL import Image
 
 from stages.artifact_records import record_key
 from stages.artifacts import ArtifactStore
@@ -19,6 +21,7 @@ from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing
 from stages.local_files import LocalFiles, object_key
 from stages.remote_files import RemoteFiles
+from stages.safetensors_header import pack
 
 Damage = Callable[[str, bytes | None], None]
 
@@ -357,6 +360,28 @@ def test_an_object_is_shown_by_what_it_holds(store: ArtifactStore) -> None:
     store.put(b"another")
     with pytest.raises(ArtifactError, match="2 artifacts begin with ''"):
         store.show("")
+
+
+def test_tensors_are_shown_by_their_header(store: ArtifactStore) -> None:
+    data = pack({"latents": {"dtype": "BF16", "shape": (1, 4), "data": bytes(8)}}, {"schema": "1"})
+
+    shown = store.show(store.put(data).digest)
+
+    assert shown["kind"] == "safetensors"
+    assert shown["tensors"] == [{"name": "latents", "dtype": "BF16", "shape": [1, 4], "nbytes": 8}]
+    assert shown["metadata"] == {"schema": "1"}
+    assert (shown["media_type"], shown["stages"]) == (None, [])
+
+
+def test_pictures_and_unknown_bytes_are_shown(store: ArtifactStore) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (31, 17)).save(buffer, "PNG")
+
+    picture = store.show(store.put(buffer.getvalue(), "image/png").digest)
+    other = store.show(store.put(b"\xff\xfe", "application/octet-stream").digest)
+
+    assert (picture["kind"], picture["width"], picture["height"]) == ("png", 31, 17)
+    assert other["kind"] == "bytes"
 
 
 def _files_below(folder: Path) -> set[Path]:
