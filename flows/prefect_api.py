@@ -6,12 +6,17 @@ import base64
 import http.client
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
 from stages.errors import StageError
+
+_BUSY = {429, 503}
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 4.0  # eight tries within 6 s
 
 
 class ServerError(StageError, RuntimeError):
@@ -61,15 +66,24 @@ class PrefectApi:
     def call(self, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
         """The decoded answer; None for an empty one.
 
+        A server on SQLite says 503 while another writer has the database: asked again.
+
         Raises:
             ServerError: No answer, or one that says no.
         """
-        try:
-            status, data = self._send(method, path, body, timeout_s)
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"the Prefect server at {self.url} does not answer: {error}; see `exeunt status`"
-            ) from error
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                status, data = self._send(method, path, body, timeout_s)
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerError(
+                    f"the Prefect server at {self.url} does not answer: {error}; "
+                    "see `exeunt status`"
+                ) from error
+            if status not in _BUSY or wait_s > _LONGEST_WAIT_S:
+                break
+            time.sleep(wait_s)
+            wait_s *= 2
         if status >= 400:
             text = data.decode(errors="replace")[:500]
             raise ServerError(f"{method} {path} at {self.url} was refused with {status}: {text}")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 AUTOMATIONS: list[Any] = []
+BUSY: Counter[str] = Counter()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -19,13 +21,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path.startswith("/api/busy/"):  # the number says how often
+            BUSY[self.path] += 1
+            is_busy = BUSY[self.path] <= int(self.path.rpartition("/")[2])
+            return self.answer([], 503 if is_busy else 200)
+        if self.path == "/api/missing":
+            return self.answer({"detail": "Not Found"}, 404)
         if self.path == "/api/automations/":
             AUTOMATIONS.append(body)
-        self.answer(AUTOMATIONS if self.path.startswith("/api/automations/") else [])
+        return self.answer(AUTOMATIONS if self.path.startswith("/api/automations/") else [])
 
-    def answer(self, document: Any) -> None:
+    def answer(self, document: Any, status: int = 200) -> None:
         data = json.dumps(document).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -246,6 +246,20 @@ def test_an_address_that_is_none_is_refused(url: str, tmp_path: Path) -> None:
         ensure_server(Home(root=tmp_path), CLEAN | {"PREFECT_API_URL": url})
 
 
+def test_a_busy_server_is_asked_again_and_a_refusal_is_told(
+    fake_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server on SQLite answers 503 while another writer has the database."""
+    monkeypatch.setattr("flows.prefect_api._FIRST_WAIT_S", 0.001)
+    api = PrefectApi(str(ensure_server(fake_home, CLEAN).api_url))
+    assert api.call("POST", "/busy/2", {}) == []
+    monkeypatch.setattr("flows.prefect_api._LONGEST_WAIT_S", 0.001)
+    with pytest.raises(ServerError, match="was refused with 503"):
+        api.call("POST", "/busy/100", {})
+    with pytest.raises(ServerError, match="was refused with 404"):
+        api.call("POST", "/missing", {})
+
+
 def test_entering_a_server_tells_prefect_where_it_is() -> None:
     env: dict[str, str] = {}
     Server(mode="local", api_url="http://127.0.0.1:4201/api").enter(env)
