@@ -102,9 +102,7 @@ class ForkServer:
     def _obey(self) -> bool:
         """Do the next order; False when the launcher has hung up."""
         try:
-            packet, fds, _, _ = socket.recv_fds(
-                self._control, MAX_PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC
-            )
+            packet, fds, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 4)
         except ConnectionError:
             return False
         if not packet:

@@ -272,6 +272,8 @@ def live(
     try:
         if os.getpgrp() != os.getpid():
             os.setsid()
+        for fd in (request_fd, event_fd, lifeline_fd):
+            os.set_inheritable(fd, False)  # a program that the stage starts must not hold them
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the launcher decides
         signal.signal(signal.SIGTERM, _on_terminate)
         signal.signal(signal.SIGHUP, _on_parent_death)
@@ -315,8 +317,6 @@ def main() -> NoReturn:
     for name in ("request-fd", "event-fd", "lifeline-fd", "parent-pid"):
         parser.add_argument(f"--{name}", type=int, required=True)
     arguments = parser.parse_args()
-    for fd in (arguments.request_fd, arguments.event_fd, arguments.lifeline_fd):
-        os.set_inheritable(fd, False)  # a program that the stage starts must not hold them
     prepare_environment()
     live(**vars(arguments))
 
