@@ -35,7 +35,7 @@ class Display(Protocol):
     def phase_ends(self, stage: str) -> None:
         """The phase is over and its process has retired."""
 
-    def saved(self, path: str, label: str) -> None:
+    def saved(self, path: str) -> None:
         """A picture lies under this path."""
 
     def warn(self, message: str) -> None:
@@ -61,7 +61,7 @@ class LogDisplay:
     def phase_ends(self, stage: str) -> None:
         pass
 
-    def saved(self, path: str, label: str) -> None:
+    def saved(self, path: str) -> None:
         self._logger.info("saved %s", escape_for_terminal(path))
 
     def warn(self, message: str) -> None:
@@ -91,7 +91,7 @@ class LineDisplay:
     def phase_ends(self, stage: str) -> None:
         pass
 
-    def saved(self, path: str, label: str) -> None:
+    def saved(self, path: str) -> None:
         self._print(f"{'saved':<{NAME_WIDTH}} {path}")
 
     def warn(self, message: str) -> None:
@@ -121,8 +121,8 @@ class JsonDisplay:
     def phase_ends(self, stage: str) -> None:
         self._print(event="phase_ends", stage=stage)
 
-    def saved(self, path: str, label: str) -> None:
-        self._print(event="saved", path=path, label=label)
+    def saved(self, path: str) -> None:
+        self._print(event="saved", path=path)
 
     def warn(self, message: str) -> None:
         self._print(event="warn", message=message)
@@ -180,7 +180,7 @@ class LiveDisplay:
         self._progress.update(self._tasks[stage], note=f"{num_cached} cached" if num_cached else "")
         self._progress.stop_task(self._tasks[stage])
 
-    def saved(self, path: str, label: str) -> None:
+    def saved(self, path: str) -> None:
         self._console.print(f"saved {escape_for_terminal(path)}", markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
@@ -214,8 +214,8 @@ class Tally:
     def phase_ends(self, stage: str) -> None:
         self._inner.phase_ends(stage)
 
-    def saved(self, path: str, label: str) -> None:
-        self._inner.saved(path, label)
+    def saved(self, path: str) -> None:
+        self._inner.saved(path)
 
     def warn(self, message: str) -> None:
         self._inner.warn(message)

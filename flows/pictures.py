@@ -76,7 +76,7 @@ def save_picture(
             },
         )
     path = _save(run.store.read(ref), folder, settings, prompt, seed)
-    run.display.saved(str(path), f"{prompt} · {seed}")
+    run.display.saved(str(path))
     return Picture(path=str(path), prompt=prompt, seed=seed, digest=ref.digest)
 
 

@@ -27,8 +27,12 @@ MAX_SEQUENCE_LENGTH = 512  # tokens that the text encoder was trained to read
 
 def _run_name() -> str:
     prompt = flow_run.parameters.get("prompt") or ""
-    first = prompt if isinstance(prompt, str) else str(prompt[0])
-    return f"z-image {rules.escape_for_terminal(first)[:60]}"
+    return f"z-image {short(prompt if isinstance(prompt, str) else str(prompt[0]))}"
+
+
+def short(prompt: str) -> str:
+    """A prompt for names, logs and displays: one line, no control characters."""
+    return rules.escape_for_terminal(prompt, limit=60)
 
 
 @flow(name="z-image", flow_run_name=_run_name, persist_result=False)
@@ -105,7 +109,7 @@ def z_image(
     with run.phase("encode", len(job.prompts)) as encode:
         embeds = [
             encode(
-                label=text,
+                label=short(text),
                 prompt=text,
                 negative_prompt=job.negative_prompt if guided else None,
                 do_classifier_free_guidance=guided,
@@ -119,7 +123,7 @@ def z_image(
         latents = [
             denoise(
                 embeds[n],
-                label=f"{job.prompts[n]} · {one}",
+                label=f"{short(job.prompts[n])} · {one}",
                 seed=one,
                 height=job.height,
                 width=job.width,
@@ -131,7 +135,8 @@ def z_image(
 
     with run.phase("decode", len(jobs)) as decode:
         images = [
-            decode(latents[k], label=f"{job.prompts[n]} · {one}") for k, (n, one) in enumerate(jobs)
+            decode(latents[k], label=f"{short(job.prompts[n])} · {one}")
+            for k, (n, one) in enumerate(jobs)
         ]
 
     return [

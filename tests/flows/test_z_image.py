@@ -77,10 +77,10 @@ class Studio:
     def paint(self, **arguments: Any) -> Painted:
         from flows.z_image import z_image
 
-        before, reports = Counter(self._launcher.num_processes_started), set(self._reports())
+        before, reports = Counter(self._launcher.num_processes_started), set(self.reports())
         defaults = {"prompt": "a small red fox", "seed": 7, "model": str(self.model)} | TINY
         pictures = z_image(**defaults | {"output": str(self.output)} | arguments)
-        new = [json.loads(path.read_text()) for path in sorted(set(self._reports()) - reports)]
+        new = [json.loads(path.read_text()) for path in sorted(set(self.reports()) - reports)]
         return Painted(
             files=[Path(picture.path) for picture in pictures],
             started=Counter(self._launcher.num_processes_started) - before,
@@ -88,7 +88,7 @@ class Studio:
             num_steps=sum(report["steps"]["num_run"] for report in new),
         )
 
-    def _reports(self) -> list[Path]:
+    def reports(self) -> list[Path]:
         return list((self.home / "reports").rglob("*.json"))
 
 
@@ -213,6 +213,73 @@ def stored(studio: Studio, stage: str) -> tuple[Path, ArtifactRef]:
     (record,) = (studio.home / "store" / "records" / stage).rglob("*.json")
     (ref,) = json.loads(record.read_text())["result"]["artifacts"].values()
     return record, ArtifactRef.model_validate(ref)
+
+
+def test_swapping_two_prompts_swaps_their_pictures_and_nothing_else(studio: Studio) -> None:
+    both = ["a small red fox", "a robot"]
+    one = studio.paint(prompt=both)
+    other = studio.paint(prompt=both[::-1], fresh=True)
+    assert np.array_equal(one.pixels[0], other.pixels[1])
+    assert np.array_equal(one.pixels[1], other.pixels[0])
+    assert one.ran == {"inspect": 1, "encode": 2, "denoise": 2, "decode": 2}
+
+
+def test_a_store_that_moved_is_found_as_it_was(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = studio.paint()
+    moved = (studio.home / "store").rename(tmp_path / "moved")
+    monkeypatch.setenv("EXEUNT_STORE", str(moved))
+    again = studio.paint()
+    assert again.ran == {}
+    assert np.array_equal(first.pixels[0], again.pixels[0])
+
+
+def test_a_flow_run_that_failed_is_retried_from_its_finished_stages(
+    studio: Studio, tmp_path: Path, prefect_server: str
+) -> None:
+    """As a person does it: `prefect flow-run retry`, after mending what was wrong."""
+    import shutil
+    import subprocess
+    import sys
+
+    import torch
+    from prefect.client.orchestration import get_client
+    from safetensors.torch import load_file, save_file
+
+    studio.model = Path(shutil.copytree(studio.model, tmp_path / "mended"))
+    weights = studio.model / "vae" / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    tensors = load_file(weights)
+    tensors["decoder.conv_in.bias"][0] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(BorderError):
+        studio.paint()
+    weights.write_bytes(whole)
+    with get_client(sync_client=True) as client:
+        newest = max(client.read_flow_runs(), key=lambda run: run.created)
+    entrypoint = f"{Path(__file__).resolve().parents[2] / 'flows' / 'z_image.py'}:z_image"
+    before = {path: path.stat().st_mtime_ns for path in studio.reports()}
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "prefect",
+            "flow-run",
+            "retry",
+            str(newest.id),
+            "--entrypoint",
+            entrypoint,
+        ],
+        env=os.environ | {"PREFECT_API_URL": prefect_server},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    new = [path for path in studio.reports() if before.get(path) != path.stat().st_mtime_ns]
+    assert [json.loads(path.read_text())["stage"] for path in new] == ["decode"]
+    assert list(studio.output.glob("*.png"))
 
 
 def delete(path: Path) -> None:

@@ -87,6 +87,39 @@ def test_a_warm_process_makes_the_same_bits_as_a_fresh_one(where: StageContext) 
     assert denoise(where, embeds, 3, guidance_scale=4.0) == first
 
 
+def test_guidance_without_negative_embeddings_is_an_error(where: StageContext) -> None:
+    with pytest.raises(RequestError, match="guidance_scale 4 needs negative embeddings"):
+        denoise(where, encode(where), 1, guidance_scale=4.0)
+
+
+def test_a_long_prompt_and_an_empty_negative_equal_the_unsplit_run(
+    where: StageContext, model_dir: Path
+) -> None:
+    """Embeddings of different lengths cross the border as they are, masks applied."""
+    text = {"prompt": "red fox, " * 30, "negative_prompt": "", "max_sequence_length": 256}
+    guided = {**text, "do_classifier_free_guidance": True}
+    embeds = run_stage(request("encode", guided), where)[0]
+    latents = denoise(where, embeds, 5, guidance_scale=3.0)
+    image = run_stage(request("decode", {}, latents), where)[0]
+    options = {**text, **LOOP, "output_type": "pil"}
+    whole = run_whole(
+        family_named("z-image"),
+        model_dir,
+        options,
+        seed=5,
+        dtype=torch.float32,
+        guidance={"guider": 3.0},
+    )
+    assert np.array_equal(pixels(where, image), np.asarray(whole[0]))
+
+
+def test_ten_thousand_characters_are_cut_and_told(where: StageContext) -> None:
+    text = "a small red fox, " * 600
+    _, report, _ = run_stage(request("encode", {**TEXT, "prompt": text}), where)
+    assert report["tokens"][0]["tokens_used"] == 64
+    assert len(report["warnings"][0]) < 500
+
+
 def test_artifacts_are_equal_bytes_when_made_again(where: StageContext) -> None:
     assert encode(where) == encode(where)
 
