@@ -20,6 +20,7 @@ from typing import Any
 
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import RequestError
+from stages.forkserver import DEFAULT_PRELOAD, preload
 from stages.worker import Events
 
 STAGES = ("inspect", "encode", "condition", "denoise", "decode")
@@ -171,5 +172,6 @@ BEHAVIOURS: dict[str, Callable[[Any, Events], Any]] = {
     "signal": lambda value, events: os.kill(os.getpid(), value),
     "exit": lambda value, events: os._exit(value),
     "unserializable": lambda value, events: object(),
+    "import": lambda value, events: preload(DEFAULT_PRELOAD),
     "random": lambda value, events: random.random(),
 }
