@@ -207,7 +207,7 @@ class StageSession:
                 if self._on_event is not None:
                     self._on_event(event)
                 elif isinstance(event, Warn):
-                    self._logger.warning("%s", printable(event.message))
+                    self._logger.warning("%s", event.message)
                 if isinstance(event, Done | Failed):
                     return event
             if not events and process.is_over():
@@ -232,7 +232,7 @@ class StageSession:
             self._logger.log(
                 logging.ERROR if is_unexpected else logging.DEBUG, "%s", printable(text)
             )
-        return kind(printable(answer.message))
+        return kind(answer.message)
 
 
 class Clock:
@@ -311,6 +311,9 @@ class StageProcess:
     def exchange(self, timeout_s: float) -> list[Event]:
         """Write what is queued and give the events that came, after `timeout_s` at most.
 
+        Control characters in their messages are escaped: a prompt may hold any, and messages
+        end on terminals.
+
         Raises:
             StageCrashed: The process wrote something that is no event.
         """
@@ -334,7 +337,7 @@ class StageProcess:
         self._is_silent = not chunk
         *lines, self._incoming = (self._incoming + chunk).split(b"\n")
         try:
-            events = [EVENTS.validate_json(line) for line in lines]
+            events = [_without_controls(EVENTS.validate_json(line)) for line in lines]
         except ValueError as error:
             raise StageCrashed(
                 f"phase {self.stage} wrote a line that is no event: {error}"
@@ -465,6 +468,12 @@ class LogLines:
 def printable(text: str) -> str:
     """Text whose control characters, but for tab and newline, are escaped."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _without_controls(event: Event) -> Event:
+    if isinstance(event, Progress | Warn | Failed):
+        return event.model_copy(update={"message": printable(event.message)})
+    return event
 
 
 def _signal_name(signum: int) -> str:
@@ -871,6 +880,9 @@ class ForkServer:
         notice = NOTICES.validate_json(packet)
         if isinstance(notice, Serving):
             self._is_serving = True
+            logging.getLogger("exeunt.launch").debug(
+                "the fork server has its libraries after %.1f s", notice.elapsed_s
+            )
         elif isinstance(notice, Refused):
             self._orders.popleft().set_exception(
                 ForkServerLost(f"the fork server does not fork: {notice.reason}")

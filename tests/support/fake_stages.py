@@ -128,7 +128,7 @@ def _is_open(fd: int) -> bool:
 def _events(values: Any, events: Events) -> None:
     for step in range(1, values + 1):
         events.progress("running", step, values)
-    events.warn("half of it was cut")
+    events.warn("half of \x1b[1mit was cut")
 
 
 def _flood(num_lines: Any, events: Events) -> None:
