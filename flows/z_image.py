@@ -18,6 +18,8 @@ from flows.pictures import Picture, save_picture
 from flows.run import Run, model_settings
 from flows.settings import RunSettings
 from stages import rules
+from stages.artifacts import ArtifactStore
+from stages.media import check_output_folder
 from stages.models import ModelDirectory, open_model, resolve_model
 
 DEFAULT_STEPS = 8
@@ -100,6 +102,8 @@ def z_image(
         on_truncate=on_truncate,
         run_id=flow_run.id or "",
     )
+    for warning in job.model.warnings:
+        run.display.warn(warning)
     guided = job.guidance_scale > 1
     if job.negative_prompt and not guided:
         run.display.warn(
@@ -202,6 +206,8 @@ def check(
     Loads no model and starts no process.
     """
     opened = open_model(resolve_model(model))
+    settings = RunSettings.from_env()
+    ArtifactStore(settings.store_url).check_writable()
     own = model_settings(opened.directory)
     vae, transformer = (opened.components[name].config() for name in ("vae", "transformer"))
     trained_at = int(vae["sample_size"])  # pixels of a side
@@ -227,8 +233,6 @@ def check(
         model=opened,
         model_name=model if model == "miniature" else opened.directory.name,
         dtype=rules.check_dtype(dtype, opened.components["transformer"].file_dtype),
-        device=RunSettings.from_env().device
-        if device == "auto"
-        else rules.check_device_name(device),
-        folder=Path(output),
+        device=settings.device if device == "auto" else rules.check_device_name(device),
+        folder=check_output_folder(output),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stages.errors import ModelError
+from stages.models import open_model
 from stages.phases import Graph
 
 
@@ -48,8 +49,15 @@ def load(graph: Graph, pipe: Any, names: list[str], model_dir: Path, *, dtype: t
         ModelError: A component did not load, or a parameter stayed without a value.
     """
     dtypes = {name: getattr(torch, text) for name, text in graph.family.dtypes.items()}
+    parts = open_model(model_dir).components
+    variants = {name: parts[name].variant for name in names if name in parts}
     with _failures_kept("diffusers") as failures:
-        pipe.load_components(names=names, dtype={"default": dtype, **dtypes}, local_files_only=True)
+        pipe.load_components(
+            names=names,
+            dtype={"default": dtype, **dtypes},
+            variant={"default": None, **variants},
+            local_files_only=True,
+        )
     _require_whole(pipe, names, model_dir, failures)
 
 

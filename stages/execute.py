@@ -19,7 +19,7 @@ from stages.components import component_names, load, prepare, renew_job_state
 from stages.contracts import ArtifactRef, StageContext, StageRequest, StageResult
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
-from stages.handover import pack, unpack
+from stages.handover import unpack, write
 from stages.models import open_model
 from stages.phases import Graph, Handover, run_phase, split
 from stages.report import RunTracker
@@ -166,9 +166,9 @@ def finish_handover(
     job: Job, role: str, made: Handover, facts: Mapping[str, Any]
 ) -> tuple[StageResult, dict[str, Any]]:
     """Write a handover, record it under the request, and report."""
-    with job.tracker.host_phase("write"):
-        ref = job.store.put(pack(job.request.stage, made, facts), HANDOVER_TYPE)
-    return finish(job, {role: ref})
+    with job.tracker.host_phase("write"), job.store.create(HANDOVER_TYPE) as artifact:
+        write(artifact, job.request.stage, made, facts)
+    return finish(job, {role: artifact.ref})
 
 
 def finish(job: Job, artifacts: dict[str, ArtifactRef]) -> tuple[StageResult, dict[str, Any]]:

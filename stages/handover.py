@@ -7,6 +7,7 @@ and a stage whose `code_version` was raised without effect recomputes nothing af
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 
 from stages.codec import from_entries, to_entries
 from stages.contracts import canonical_json
 from stages.errors import ArtifactError
 from stages.phases import Handover
+from stages.safetensors_header import Sink, TensorBytes
+from stages.safetensors_header import write as write_safetensors
 
 SCHEMA = "exeunt.handover/1"
 METADATA_KEY = "exeunt"
@@ -41,14 +43,34 @@ class Opened:
     facts: dict[str, Any]
 
 
-def pack(stage: str, handover: Handover, facts: Mapping[str, Any]) -> bytes:
-    """The file's bytes; equal handovers and facts give equal bytes."""
+def write(sink: Sink, stage: str, handover: Handover, facts: Mapping[str, Any]) -> None:
+    """Write the file tensor by tensor; equal handovers and facts give equal bytes.
+
+    Raises:
+        HeaderError: There are so many tensors that no reader would open the file.
+    """
     entries, tree = to_entries({"values": handover.values, "groups": handover.groups})
     if handover.generator_state is not None:
         entries[GENERATOR_ENTRY] = handover.generator_state.clone()
     document = {"schema": SCHEMA, "stage": stage, "tree": tree, "facts": dict(facts)}
     metadata = {METADATA_KEY: canonical_json(document).decode("ascii")}
-    return bytes(save(entries, metadata))
+    write_safetensors(sink, {name: _bytes_of(each) for name, each in entries.items()}, metadata)
+
+
+def pack(stage: str, handover: Handover, facts: Mapping[str, Any]) -> bytes:
+    """What `write` writes."""
+    buffer = io.BytesIO()
+    write(buffer, stage, handover, facts)
+    return buffer.getvalue()
+
+
+def _bytes_of(tensor: torch.Tensor) -> TensorBytes:
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": tuple(tensor.shape),
+        "data": flat.numpy().data,
+    }
 
 
 def unpack(path: Path, device: str = "cpu") -> Opened:
