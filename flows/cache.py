@@ -40,7 +40,7 @@ _CLASS, _ERROR = "__class__", "__exc_type__"
 
 _active: ContextVar[str | None] = ContextVar("exeunt_store_url", default=None)
 # Prefect reads a record and parses its payload in two calls, and only the first one knows the
-# task run; the store in which that very payload was checked passes from one to the other here.
+# task run and its store. The first leaves here what it has checked, for the second to take.
 _just_checked = threading.local()
 
 
@@ -97,16 +97,15 @@ class VerifiedJSONSerializer(Serializer):
             ArtifactMissing: An artifact is absent or damaged.
             ValueError: Not JSON, or it names a type that is not ours.
         """
-        store = None
-        if (checked := getattr(_just_checked, "value", None)) is not None and checked[0] == blob:
-            store = open_store(checked[1])
-        return _load_verified(blob, store or active_store())
+        checked, _just_checked.payload = getattr(_just_checked, "payload", None), None
+        return _load(blob, None if blob == checked else active_store())
 
 
-def _load_verified(blob: bytes, store: ArtifactStore) -> Any:
+def _load(blob: bytes, store: ArtifactStore | None) -> Any:
     obj = json.loads(blob.decode(), object_hook=_decode)
-    for ref in _refs(obj):
-        store.verify(ref)
+    if store is not None:
+        for ref in _refs(obj):
+            store.verify(ref)
     return obj
 
 
@@ -186,8 +185,10 @@ def guard(task_ctx: TaskRunContext, request: StageRequest, store_url: str) -> No
     """Put `StageRecords` between a task run and its result storage."""
     results = task_ctx.result_store
     inner = results.result_storage
-    if inner is None or isinstance(inner, StageRecords):
-        return
+    if inner is None:
+        raise RuntimeError(f"task {task_ctx.task.name!r} has no result storage")
+    if isinstance(inner, StageRecords):  # a task inside of a task starts from that one's
+        inner = inner._inner
     records = StageRecords()
     records._inner = inner
     records._request = request
@@ -208,6 +209,7 @@ class StageRecords(WritableFileSystem):
     _inner: WritableFileSystem = PrivateAttr()
     _request: StageRequest = PrivateAttr()
     _store_url: str = PrivateAttr()
+    _found: StageResult | None = PrivateAttr(default=None)
 
     def _resolve_path(self, path: str) -> None:
         # None keeps storage keys relative: no host path in a record, and folders can move.
@@ -221,9 +223,19 @@ class StageRecords(WritableFileSystem):
         """
         if path != stage_key(self._request):
             return cast(bytes, self._inner.read_path(path, **kwargs))
+        # Prefect reads twice, to see whether there is a record and to have it; an artifact that
+        # goes in between would fail the task instead of having it run.
+        if self._found is None:
+            self._found = self._find(path, **kwargs)
+        payload = VerifiedJSONSerializer().dumps(self._found)
+        _just_checked.payload = payload
+        metadata = {"storage_key": path, "serializer": {"type": SERIALIZER}}
+        return json.dumps({"metadata": metadata, "result": payload.decode()}).encode()
+
+    def _find(self, path: str, **kwargs: Any) -> StageResult:
         store = open_store(self._store_url)
         if (result := store.lookup(self._request)) is not None:
-            return self._record(path, result)
+            return result
         try:
             content = self._inner.read_path(path, **kwargs)
         except (OSError, ValueError) as error:
@@ -233,17 +245,11 @@ class StageRecords(WritableFileSystem):
             store.record(self._request, result)  # so that garbage collection sees it in use
         except ArtifactError as error:
             logger.warning("record of %s not renewed in the artifact store: %s", path, error)
-        return self._record(path, result)
+        return result
 
     def write_path(self, path: str, content: bytes, **kwargs: Any) -> Any:
         """Write through to the storage that the settings name."""
         return self._inner.write_path(path, content, **kwargs)
-
-    def _record(self, key: str, result: StageResult) -> bytes:
-        payload = VerifiedJSONSerializer().dumps(result)
-        _just_checked.value = (payload, self._store_url)
-        metadata = {"storage_key": key, "serializer": {"type": SERIALIZER}}
-        return json.dumps({"metadata": metadata, "result": payload.decode()}).encode()
 
 
 def trusted_result(content: bytes, key: str, store: ArtifactStore) -> StageResult:
@@ -258,7 +264,7 @@ def trusted_result(content: bytes, key: str, store: ArtifactStore) -> StageResul
         named = envelope["metadata"]["serializer"]
         if named != {"type": SERIALIZER}:
             raise ValueError(f"its serializer is {named!r}, not {SERIALIZER!r}")
-        result = _load_verified(envelope["result"].encode(), store)
+        result = _load(envelope["result"].encode(), store)
         if not isinstance(result, StageResult) or result.stage != key.partition("/")[0]:
             raise ValueError("it holds no result of this stage")
     except ArtifactMissing as error:

@@ -179,6 +179,7 @@ def start_worker(home: Home, api: PrefectApi, env: Mapping[str, str] | None = No
         is_local = state is not None and state.api_url == api.url
         own = server_environment(home, state.port, env) if is_local and state else dict(env)
         own["PREFECT_API_URL"] = api.url
+        apply_profile(home, own)
         own["EXEUNT_HOME"] = str(home.root)
         home.prefect.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process"]

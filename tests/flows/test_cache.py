@@ -250,6 +250,22 @@ def test_a_planted_pickle_is_never_unpickled(bench: Bench, tmp_path: Path) -> No
     assert bench.run() == "Cached"
 
 
+def test_a_stage_inside_of_a_stage_is_guarded_too(bench: Bench, tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    payload = base64.encodebytes(pickle.dumps(Trap(sprung))).decode()
+    bench.prefect_record.parent.mkdir(parents=True)
+    bench.prefect_record.write_text(planted({"type": "pickle", "picklelib": "pickle"}, payload))
+    inner = FakeSession()
+
+    def run_inner(number: int) -> None:
+        encode(bench.request, inner, bench.where)
+
+    bench.session = FakeSession(run_inner)
+    assert bench.run(encode_request("outer")) == "Completed"
+    assert not sprung.exists()
+    assert len(inner.ran) == 1
+
+
 @pytest.mark.parametrize(
     "serializer",
     [
@@ -331,6 +347,18 @@ def test_the_active_store_is_the_environments_outside_of_a_run(
     with use_store(f"file://{tmp_path}"):
         assert active_store().url == str(tmp_path)
     assert active_store().url == str(tmp_path / "other")
+
+
+def test_a_check_counts_for_one_reading_alone(bench: Bench) -> None:
+    """What a task run has checked must not vouch for a later reading of the same record."""
+    bench.run()
+    assert bench.run() == "Cached"
+    blob = json.loads(bench.prefect_record.read_bytes())["result"].encode()
+    with use_store(bench.where.store_url):
+        assert VerifiedJSONSerializer().loads(blob) == bench.result
+        delete(bench.artifact)
+        with pytest.raises(ArtifactMissing):
+            VerifiedJSONSerializer().loads(blob)
 
 
 # ---- the key -------------------------------------------------------------------------------
