@@ -262,11 +262,17 @@ class Range:
     @property
     def id(self) -> int: ...
     def export(
-        self, *, offset: int = 0, nbytes: int | None = None, hold: Hold = ...
+        self,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        hold: Hold = ...,
+        streams: Sequence[int] = ...,
     ) -> CapsuleType:
         """A DLPack capsule of uint8, shape `(nbytes,)`, without a copy.
 
-        Of the fake driver it is a CPU tensor. The consumer's tensor keeps what `hold` says.
+        Of the fake driver it is a CPU tensor. The consumer's tensor keeps what `hold` says; when
+        it ends, the work that `streams` have then counts as a use, as by `record_use`.
         """
 
 @final
@@ -377,6 +383,27 @@ class Unit:
     def nbytes(self) -> int: ...
     @property
     def target_nbytes(self) -> int: ...
+
+@final
+class HostPages:
+    """Host pages that belong to the caller, pinned while this lives. CudaError when refused."""
+
+    def __init__(
+        self, device: Device, address: int, nbytes: int, *, is_read_only: bool
+    ) -> None: ...
+
+@final
+class CopyBatch:
+    """Copies between the caller's own addresses, submitted together again and again."""
+
+    def __init__(self, device: Device, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Parts are host address, bytes, device address. None may cross registrations."""
+    def submit(self, stream: int, after: Sequence[EventFence], ready: EventFence) -> None:
+        """Enqueue the copies behind `after`, and record `ready` behind them."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_copies(self) -> int: ...
 
 @final
 class StagingRing:

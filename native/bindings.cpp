@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "native/arena.hpp"
+#include "native/copy_batch.hpp"
 #include "native/error.hpp"
 #include "native/export.hpp"
 #include "native/fake_driver.hpp"
@@ -96,6 +97,7 @@ ByUse host_bytes(const std::array<std::size_t, kNumUses>& numbers) {
     return {{"registered", numbers[0]}, {"slab", numbers[1]}, {"staging", numbers[2]}};
 }
 
+using PartTuple = std::tuple<std::uint64_t, std::size_t, cuda::DevicePtr>;
 using ItemTuple = std::tuple<std::shared_ptr<HostSource>, std::size_t, std::size_t, std::size_t>;
 
 std::shared_ptr<Unit> make_unit(const std::vector<ItemTuple>& tuples) {
@@ -295,17 +297,24 @@ void bind_arena(py::module_& m) {
         .def(
             "export",
             [](const std::shared_ptr<Range>& range, std::size_t offset,
-               std::optional<std::size_t> nbytes, Hold hold) {
+               std::optional<std::size_t> nbytes, Hold hold,
+               const std::vector<std::uint64_t>& streams) {
                 dlpack::ManagedTensor* view = nullptr;
                 {
                     const py::gil_scoped_release unlocked;
                     const std::size_t rest =
                         offset < range->nbytes() ? range->nbytes() - offset : 0;
-                    view = export_view(range, offset, nbytes.value_or(rest), hold);
+                    std::vector<cuda::Stream> users;
+                    for (const std::uint64_t stream : streams) {
+                        users.push_back(to_stream(stream));
+                    }
+                    view =
+                        export_view(range, offset, nbytes.value_or(rest), hold, std::move(users));
                 }
                 return to_capsule(view);
             },
-            py::kw_only(), "offset"_a = 0, "nbytes"_a = py::none(), "hold"_a = Hold::kPages);
+            py::kw_only(), "offset"_a = 0, "nbytes"_a = py::none(), "hold"_a = Hold::kPages,
+            "streams"_a = std::vector<std::uint64_t>{});
     py::class_<TorchRoute>(m, "TorchRoute", NoGilDestructor())
         .def(py::init<std::shared_ptr<Arena>>(), Unlocked(), py::arg("arena").none(false))
         .def("close", &TorchRoute::close, Unlocked());
@@ -383,6 +392,31 @@ void bind_transfer(py::module_& m) {
         .def(py::init(&make_unit), Unlocked(), "items"_a)
         .def_property_readonly("nbytes", &Unit::nbytes)
         .def_property_readonly("target_nbytes", &Unit::target_nbytes);
+    py::class_<HostPages>(m, "HostPages", NoGilDestructor())
+        .def(py::init([](std::shared_ptr<Device> device, std::uint64_t address, std::size_t nbytes,
+                         bool is_read_only) {
+                 return std::make_unique<HostPages>(
+                     std::move(device), reinterpret_cast<void*>(address), nbytes, is_read_only);
+             }),
+             Unlocked(), py::arg("device").none(false), "address"_a, "nbytes"_a, py::kw_only(),
+             "is_read_only"_a);
+    py::class_<CopyBatch, std::shared_ptr<CopyBatch>>(m, "CopyBatch", NoGilDestructor())
+        .def(py::init([](std::shared_ptr<Device> device, const std::vector<PartTuple>& tuples) {
+                 std::vector<CopyBatch::Part> parts;
+                 for (const auto& [source, nbytes, target] : tuples) {
+                     parts.push_back({reinterpret_cast<const std::byte*>(source), nbytes, target});
+                 }
+                 return std::make_shared<CopyBatch>(std::move(device), parts);
+             }),
+             Unlocked(), py::arg("device").none(false), "parts"_a)
+        .def(
+            "submit",
+            [](const CopyBatch& batch, std::uint64_t stream,
+               const std::vector<std::shared_ptr<EventFence>>& after,
+               EventFence& ready) { batch.submit(to_stream(stream), after, ready); },
+            Unlocked(), "stream"_a, "after"_a, "ready"_a)
+        .def_property_readonly("nbytes", &CopyBatch::nbytes)
+        .def_property_readonly("num_copies", &CopyBatch::num_copies);
     py::class_<StagingRing, std::shared_ptr<StagingRing>>(m, "StagingRing", NoGilDestructor())
         .def(py::init([](std::shared_ptr<Device> device, std::shared_ptr<Budget> host_budget,
                          std::size_t num_buffers, std::size_t buffer_bytes, std::size_t num_threads,

@@ -184,11 +184,22 @@ void Range::add_export(Hold hold) {
     ++(hold == Hold::kPages ? num_page_exports_ : num_address_exports_);
 }
 
-void Range::drop_export(Hold hold) noexcept {
+void Range::drop_export(Hold hold, const std::vector<cuda::Stream>& streams) noexcept {
     if (arena_->device_->is_forked()) {
         return;
     }
     const std::lock_guard lock(arena_->mutex_);
+    try {
+        for (const cuda::Stream stream : streams) {
+            record_use_locked(stream);
+        }
+    } catch (const Error&) {
+        // A stream that takes no fence any more: only the end of all work proves that it is over.
+        release_quietly(*arena_->device_, "cuCtxSynchronize", [this](Driver& driver) {
+            const ContextScope scope(*arena_->device_);
+            return driver.context_synchronize();
+        });
+    }
     --(hold == Hold::kPages ? num_page_exports_ : num_address_exports_);
     finish_if_idle();
 }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "native/range.hpp"
 
@@ -51,8 +52,10 @@ static_assert(sizeof(ManagedTensor) == 64);
 
 /// A view of `[offset, offset + nbytes)` of a committed range as uint8, shape `(nbytes,)`, without
 /// a copy. The caller owns it and ends it by its deleter, from any thread. Device memory of the
-/// fake driver is host memory and says so.
+/// fake driver is host memory and says so. When the view ends, the work that `streams` have then
+/// counts as a use of the range: so memory may be dropped while kernels that read it are queued.
 [[nodiscard]] dlpack::ManagedTensor* export_view(const std::shared_ptr<Range>& range,
-                                                 std::size_t offset, std::size_t nbytes, Hold hold);
+                                                 std::size_t offset, std::size_t nbytes, Hold hold,
+                                                 std::vector<cuda::Stream> streams = {});
 
 }  // namespace exeunt::native

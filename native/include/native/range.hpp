@@ -63,7 +63,8 @@ class Range : public std::enable_shared_from_this<Range> {
 
     /// Counts a view of a committed range, StateError if it is not. See export.hpp.
     void add_export(Hold hold);
-    void drop_export(Hold hold) noexcept;
+    /// Ends a view behind the work that `streams` have now.
+    void drop_export(Hold hold, const std::vector<cuda::Stream>& streams) noexcept;
     /// Keeps what a copy reads alive until the range's uses so far are done.
     void keep_until_idle(std::shared_ptr<const void> owner);
     /// Undoes one `acquire` after which nothing was enqueued, or everything is done.

@@ -280,3 +280,21 @@ TEST("invariant 10: close waits for the work and gives everything back") {
     }
     rig.check_clean();
 }
+
+TEST("invariant 3: a view that names its streams outlasts their work when it is dropped") {
+    Rig rig(delayed());
+    const Stream stream(rig.device);
+    dlpack::ManagedTensor* view = nullptr;
+    {
+        const auto range = rig.arena->reserve(kPage, 256, DeviceUse::kWeights);
+        range->commit();
+        view = export_view(range, 0, kPage, Hold::kPages, {stream.handle()});
+    }
+    const auto copy =
+        rig.read(reinterpret_cast<cuda::DevicePtr>(view->tensor.data), kPage, stream.handle());
+    end_view(view);
+    CHECK_EQUAL(rig.arena->collect(), 0U);
+    rig.driver->run_all();
+    CHECK_EQUAL(rig.arena->collect(), kPage);
+    rig.check_clean();
+}
