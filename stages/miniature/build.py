@@ -23,7 +23,7 @@ def build_vae() -> Any:
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 24, 40, 48),
+        block_out_channels=(16, 16, 32, 64),
         layers_per_block=1,
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=8,

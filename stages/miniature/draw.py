@@ -5,6 +5,7 @@ pixel about the outline. Letters in shapes: B pictures, H = W = 128 pixels.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from PIL import Image
@@ -15,7 +16,7 @@ from stages.miniature.recipe import IMAGE_SIZE_PX
 
 _NUM_SLOTS = 2
 _EMPTY = -1.0
-_PALETTE = tuple(COLOURS)
+_NAMES = tuple(COLOURS)
 
 
 def pack(placements: Sequence[Placement]) -> tuple[Tensor, Tensor]:
@@ -28,11 +29,11 @@ def pack(placements: Sequence[Placement]) -> tuple[Tensor, Tensor]:
     rows = []
     for placement in placements:
         row = [
-            (SHAPES.index(f.shape), _PALETTE.index(f.colour), f.x, f.y, f.radius)
+            (SHAPES.index(f.shape), _NAMES.index(f.colour), f.x, f.y, f.radius)
             for f in placement.figures
         ]
         rows.append(row + [(_EMPTY, 0, 0.0, 0.0, 1.0)] * (_NUM_SLOTS - len(row)))
-    backgrounds = [_PALETTE.index(placement.background) for placement in placements]
+    backgrounds = [_NAMES.index(placement.background) for placement in placements]
     return torch.tensor(rows, dtype=torch.float32), torch.tensor(backgrounds)
 
 
@@ -43,7 +44,7 @@ def render(figures: Tensor, backgrounds: Tensor) -> Tensor:
         Pictures `(B, 3, 128, 128)` float32 in 0..1, on the device of `figures`.
     """
     device = figures.device
-    palette = torch.tensor(list(COLOURS.values()), dtype=torch.float32, device=device) / 255
+    palette = _palette(device)
     centres = torch.arange(IMAGE_SIZE_PX, dtype=torch.float32, device=device) + 0.5
     picture = palette[backgrounds][:, :, None, None].expand(-1, -1, IMAGE_SIZE_PX, IMAGE_SIZE_PX)
     for slot in range(figures.shape[1]):
@@ -68,6 +69,12 @@ def draw(placement: Placement) -> Image.Image:
     """One picture, 128 x 128, RGB."""
     pixels = render(*pack([placement]))[0]
     return Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
+
+
+@lru_cache
+def _palette(device: torch.device) -> Tensor:
+    """The colours `(8, 3)` in 0..1; kept, since a CUDA graph cannot capture their upload."""
+    return torch.tensor(list(COLOURS.values()), dtype=torch.float32, device=device) / 255
 
 
 def _distance(shape: str, across: Tensor, down: Tensor) -> Tensor:

@@ -38,13 +38,7 @@ def main() -> None:
     options = _options()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     pipeline = _load_or_build(options.out, options.seed)
-    corpus = make_corpus(
-        options.pictures,
-        options.captions_each,
-        options.out / "tokenizer" / "tokenizer.json",
-        seed=options.seed,
-        num_workers=options.workers,
-    )
+    corpus = _load_or_make_corpus(options)
     _log.info(
         "%d pictures, captions %s",
         len(corpus.figures),
@@ -97,7 +91,7 @@ def _train_denoiser(
                 trainer.take_loss(max(counted, 1)),
                 counted / (time.monotonic() - counted_at),
             )
-            score = _probe(pipeline, trainer, judge, 500 if is_last else 200)
+            score = _probe(pipeline, trainer, judge, 500 if is_last else 100)
             _log.info(
                 "step %d, %.0f %%, loss %.4f, %.1f steps/s, judged right %s",
                 trainer.num_steps, 100 * elapsed_s / limit_s, loss, rate, score,
@@ -183,6 +177,22 @@ def _load_or_build(out: Path, seed: int) -> Any:
     return pipeline
 
 
+def _load_or_make_corpus(options: argparse.Namespace) -> Corpus:
+    if options.corpus and options.corpus.exists():
+        corpus: Corpus = torch.load(options.corpus, weights_only=False)
+        return corpus
+    corpus = make_corpus(
+        options.pictures,
+        options.captions_each,
+        options.out / "tokenizer" / "tokenizer.json",
+        seed=options.seed,
+        num_workers=options.workers,
+    )
+    if options.corpus:
+        torch.save(corpus, options.corpus)
+    return corpus
+
+
 def _judge(name: str | None) -> Judge | None:
     if name is None:
         return None
@@ -202,10 +212,11 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--vae-minutes", type=float, default=1.5)
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--vae-batch", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--vae-batch", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--pictures", type=int, default=500_000)
+    parser.add_argument("--corpus", type=Path, help="file to keep the pictures and captions in")
     parser.add_argument("--captions-each", type=int, default=4)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--probe-minutes", type=float, default=1.0)

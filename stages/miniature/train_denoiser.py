@@ -5,8 +5,8 @@ transformer is told 1 - s and learns latents - noise, the negative of the schedu
 """
 
 import copy
-import logging
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from stages.miniature.data import Corpus
 from stages.miniature.forward import PAD_MULTIPLE, Forward
-
-_log = logging.getLogger(__name__)
+from stages.miniature.optim import CapturedStep, Muon
 
 _EMA_DECAY = 0.999
 _WARM_UP_STEPS = 500
-_WARM_STARTS = 3  # steps before a CUDA graph is captured: compilation, optimizer state
 _LAST_RATE = 0.01  # share of the learning rate left at the end
 
 
@@ -85,32 +83,35 @@ class DenoiserTrainer:
         self._fast = Forward(*modules, compile_layers=self._is_cuda and compile_layers)
         self._peak = learning_rate
         self._rate = torch.tensor(0.0, device=self.device)
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [w for w in self._weights if w.ndim >= 2], "weight_decay": 0.01},
-                {"params": [w for w in self._weights if w.ndim < 2], "weight_decay": 0.0},
-            ],
+        inner = {id(w) for w in _inner_matrices(*modules)} - unused
+        outer = [w for w in self._weights if id(w) not in inner]
+        self._muon = Muon([w for w in self._weights if id(w) in inner], self._rate)
+        self._adam = torch.optim.AdamW(
+            outer,
             lr=self._rate,
             betas=(0.9, 0.98),
+            weight_decay=0.0,
             fused=self._is_cuda,
             capturable=self._is_cuda,
         )
-        self.num_steps = 0
+        self._done = 0  # steps before a restore
         self._loss = torch.zeros((), device=self.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._steps = {
+            length: CapturedStep(partial(self._update, length), device=self.device)
+            for length in self._captions
+        }
+
+    @property
+    def num_steps(self) -> int:
+        """Updates since the weights were random."""
+        return self._done + sum(step.num_calls for step in self._steps.values())
 
     def step(self, length: int, *, progress: float) -> None:
         """One update on captions that fill `length` tokens; `progress` runs from 0 to 1."""
         warm = min(1.0, (self.num_steps + 1) / _WARM_UP_STEPS)
         fall = _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         self._rate.fill_(self._peak * warm * fall)
-        if self._is_cuda:
-            if length not in self._graphs:
-                self._graphs[length] = self._capture(length)
-            self._graphs[length].replay()
-        else:
-            self._update(length)
-        self.num_steps += 1
+        self._steps[length]()
 
     def take_loss(self, num_steps: int) -> float:
         """Mean loss of so many last steps; synchronises with the device."""
@@ -123,7 +124,8 @@ class DenoiserTrainer:
         return {
             "weights": [w.detach().cpu() for w in self._weights],
             "means": [m.cpu() for m in self._means],
-            "optimizer": self._optimizer.state_dict(),
+            "muon": self._muon.state(),
+            "adam": self._adam.state_dict(),
             "num_steps": self.num_steps,
         }
 
@@ -134,10 +136,11 @@ class DenoiserTrainer:
                 self._weights + self._means, state["weights"] + state["means"], strict=True
             ):
                 mine.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:
+        self._muon.restore(state["muon"])
+        self._adam.load_state_dict(state["adam"])
+        for group in self._adam.param_groups:
             group["lr"] = self._rate
-        self.num_steps = state["num_steps"]
+        self._done = state["num_steps"]
 
     def _update(self, length: int) -> None:
         ids, lengths, picture = self._captions[length]
@@ -154,10 +157,12 @@ class DenoiserTrainer:
             features = forward.encode(ids[chosen])
             output = forward.predict(mixed, 1 - level, features, lengths[chosen])
         loss = F.mse_loss(output.float(), clean - noise)
-        self._optimizer.zero_grad(set_to_none=True)
+        for weight in self._weights:
+            weight.grad = None
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self._weights, 1.0)
-        self._optimizer.step()
+        self._adam.step()
+        self._muon.step()
         with torch.no_grad():
             torch._foreach_lerp_(self._means, self._weights, 1 - _EMA_DECAY)
         self._loss += loss.detach()
@@ -172,17 +177,14 @@ class DenoiserTrainer:
         level = torch.where(torch.rand(size, device=device) < 0.5, uniform, normal)
         return self._shift * level / (1 + (self._shift - 1) * level)
 
-    def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_STARTS):
-                self._update(length)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph):
-            self._update(length)
-        self.num_steps += _WARM_STARTS
-        _log.info("captured the step for %d tokens", length)
-        return graph
+
+def _inner_matrices(text_encoder: Any, transformer: Any) -> list[Tensor]:
+    """The matrices between a block's norms: attention and feed-forward, not the modulation."""
+    layers = [*text_encoder.layers]
+    layers += [*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers]
+    return [
+        weight
+        for layer in layers
+        for name, weight in layer.named_parameters()
+        if weight.ndim == 2 and "adaLN" not in name
+    ]

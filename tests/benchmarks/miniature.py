@@ -1,7 +1,8 @@
 """How often the miniature paints what a held-out caption says.
 
-Run `python -m tests.benchmarks.miniature`. Captions come from scenes that training never saw, pictures from `ZImagePipeline` as shipped, and
+Captions come from scenes that training never saw, pictures from `ZImagePipeline` as shipped, and
 each picture is judged whole: background, number, shapes, colours, sizes and relation all right.
+Run `python -m tests.benchmarks.miniature`.
 """
 
 import argparse
