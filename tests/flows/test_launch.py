@@ -444,7 +444,10 @@ def test_a_process_that_ignores_the_closed_pipe_and_sigterm_is_killed(launcher: 
     assert not is_alive(pid)
 
 
-def test_a_signal_handler_may_close_the_session_that_it_interrupts(launcher: Launcher) -> None:
+def test_a_signal_handler_may_close_the_session_that_it_interrupts(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "KILL_WAIT_S", 600.0)  # waiting for itself would be for ever
     watcher = Watcher()
 
     def on_event(event: Event) -> None:
@@ -669,6 +672,7 @@ class Flow:
         self.mark = f"EXEUNT_TEST_MARK={uuid.uuid4()}"
         folder = folder / "a folder"
         folder.mkdir()
+        (folder / "argparse.py").write_text("raise ImportError('out of the working folder')")
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", FLOW, json.dumps(arguments)],
