@@ -33,6 +33,10 @@ CLEAN = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
 def fake_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     """A home whose server is the fake one; the test's end stops it."""
     monkeypatch.chdir(tmp_path)
+    # Ports that no other server of this machine, nor another test session, would pick.
+    first = 20_000 + os.getpid() % 250 * 40
+    monkeypatch.setattr(server, "FIRST_PORT", first)
+    monkeypatch.setattr(server, "LAST_PORT", first + 39)
     monkeypatch.setattr(server, "server_command", lambda port: [sys.executable, FAKE, str(port)])
     home = Home(root=tmp_path / "home")
     yield home
@@ -53,7 +57,7 @@ def test_a_second_call_finds_the_first_ones_server(fake_home: Home) -> None:
     first = ensure_server(fake_home, CLEAN)
     pid = local_pid(fake_home)
     assert first.mode == "local"
-    assert re.fullmatch(r"http://127\.0\.0\.1:42\d\d/api", str(first.api_url))
+    assert re.fullmatch(r"http://127\.0\.0\.1:2\d{4}/api", str(first.api_url))
     assert ensure_server(fake_home, CLEAN) == first
     assert local_pid(fake_home) == pid
 
