@@ -46,6 +46,7 @@ HUNG_S = 15.0
 """A server that was healthy once and is silent for this long is started again."""
 _NUM_STARTS = 3
 _POLL_S = 0.05
+_NUM_PORT_LOOKS, _PORT_LOOK_S = 25, 0.02
 
 Mode = Literal["configured", "local", "ephemeral"]
 
@@ -87,9 +88,10 @@ def ensure_server(home: Home, env: Mapping[str, str] | None = None) -> Server:
 
 
 def begin(home: Home, env: Mapping[str, str] | None = None) -> Starting:
-    """Start the local server unless it runs or the user has one; returns within about 50 ms.
+    """Start the local server unless it runs or the user has one, and do not wait for it.
 
-    Of several processes that call this at a time, one starts it.
+    Returns within about 50 ms; half a second later when another program has taken the server's
+    port. Of several processes that call this at a time, one starts it.
     """
     env = dict(os.environ if env is None else env)
     if (url := configured_url(home, env)) is not None:
@@ -252,18 +254,27 @@ def _free_port(remembered: int | None) -> int:
     Raises:
         OSError: None is free.
     """
-    candidates: list[int] = [] if remembered is None else [remembered]
-    candidates += range(FIRST_PORT, LAST_PORT + 1)
-    for port in candidates:
-        with socket.socket() as probe:
-            # As the server does: a port that was in use a moment ago is free for it.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
+    if remembered is not None:
+        # The threads of a killed server may hold its socket a little longer than its first one.
+        for _ in range(_NUM_PORT_LOOKS):
+            if _is_free(remembered):
+                return remembered
+            time.sleep(_PORT_LOOK_S)
+    for port in range(FIRST_PORT, LAST_PORT + 1):
+        if _is_free(port):
             return port
     raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {HOST}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As the server does: a port that was in use a moment ago is free for it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:
