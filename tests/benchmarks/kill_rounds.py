@@ -28,18 +28,19 @@ def main() -> int:
         victim = Victim(Path(folder) / "home", resolve_model(options.model))
         seeds = list(range(1000, 1000 + options.rounds))
         expected = undisturbed(victim, seeds)
-        start = time.monotonic()
         code, _, err = victim.finish(victim.start(999))
         assert code == 0, err
         start = time.monotonic()
-        code, _, err = victim.finish(victim.start(998))
+        process = victim.start(998)
+        victim.wait_for_stage_process(process)
+        first_child_s = time.monotonic() - start
+        code, _, err = victim.finish(process)
         assert code == 0, err
-        longest_s = time.monotonic() - start
+        command_s = time.monotonic() - start
+        planned = schedule(options.rounds, command_s, command_s - first_child_s, options.seed)
         counts: Counter[str] = Counter()
         faults = []
-        for seed, (target, delay_s) in zip(
-            seeds, schedule(options.rounds, longest_s, options.seed), strict=True
-        ):
+        for seed, (target, delay_s) in zip(seeds, planned, strict=True):
             played = play(victim, seed, target, delay_s, expected[seed])
             counts[target] += played.was_hit
             counts["resumed"] += bool(played.finished_before) and played.num_tries > 1

@@ -33,7 +33,8 @@ class Round:
 
     Attributes:
         target: What was to be killed.
-        delay_s: Seconds from the command's start to the kill.
+        delay_s: Seconds to the kill from the command's start, or from its first stage process
+            where a child is the target.
         was_hit: Whether a process was there to be killed.
         num_tries: How often the command was given, the killed one included.
         finished_before: Stages whose result was recorded at the kill.
@@ -130,6 +131,11 @@ class Victim:
                     children += [int(pid) for pid in task.read_text().split()]
         return children
 
+    def wait_for_stage_process(self, process: subprocess.Popen[str]) -> None:
+        """Return when a stage process of the command runs, or the command has ended."""
+        while process.poll() is None and not self.stage_processes():
+            time.sleep(0.005)
+
     def stop_server(self) -> None:
         """Kill the embedded server: the last word on a home that goes away."""
         for pid in self.servers():
@@ -155,6 +161,8 @@ def play(victim: Victim, seed: int, target: str, delay_s: float, expected: bytes
     """
     before = victim.recorded()
     process = victim.start(seed)
+    if target == "child":
+        victim.wait_for_stage_process(process)
     time.sleep(delay_s)
     finished = {
         stage: digests - before.get(stage, set()) for stage, digests in victim.recorded().items()
@@ -174,7 +182,7 @@ def play(victim: Victim, seed: int, target: str, delay_s: float, expected: bytes
         faults.append("the picture's bits differ from the undisturbed run's")
     if left := victim.leftovers():
         faults.append(f"processes left: {left}")
-    report = victim.store.verify_all()
+    report = victim.store.verify_all()  # reads every object whole
     if not report.is_intact:
         faults.append(f"the store is not intact: {report}")
     done = sorted(stage for stage, digests in finished.items() if digests)
@@ -243,10 +251,18 @@ def undisturbed(victim: Victim, seeds: list[int]) -> dict[int, bytes]:
     return pictures
 
 
-def schedule(num_rounds: int, longest_s: float, seed: int) -> list[tuple[str, float]]:
-    """Targets in turn, each with an instant drawn from the length of an undisturbed run."""
+def schedule(
+    num_rounds: int, command_s: float, stages_s: float, seed: int
+) -> list[tuple[str, float]]:
+    """Targets in turn, each with a random instant.
+
+    Args:
+        command_s: Seconds of an undisturbed command; flow and server die somewhere in it.
+        stages_s: Seconds from its first stage process to its last; a child dies in those.
+    """
     draw = random.Random(seed)
+    targets = [TARGETS[number % len(TARGETS)] for number in range(num_rounds)]
     return [
-        (TARGETS[number % len(TARGETS)], draw.uniform(0.0, longest_s))
-        for number in range(num_rounds)
+        (target, draw.uniform(0.0, stages_s if target == "child" else command_s))
+        for target in targets
     ]
