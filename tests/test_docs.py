@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -58,3 +60,16 @@ def test_every_link_between_pages_leads_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert not dead
+
+
+def test_the_reference_names_every_option_of_every_family() -> None:
+    from flows.cli import COMMANDS, FAMILIES
+
+    text = (REPOSITORY / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    for name, (module_name, _) in FAMILIES.items():
+        module = importlib.import_module(module_name)
+        function = getattr(module, module_name.rpartition(".")[2]).fn
+        options = ["--" + each.replace("_", "-") for each in inspect.signature(function).parameters]
+        missing = [option for option in options if f"`{option}`" not in text]
+        assert f"`exeunt {name}`" in text and not missing
+    assert all(f"`{name}" in text or f" {name}`" in text for name in COMMANDS)
