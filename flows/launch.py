@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+from flows.host_memory import MemoryWatch
 from stages import contracts
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import (
@@ -306,7 +307,8 @@ class StageProcess:
     def send(self, line: bytes) -> None:
         """Queue a request line; `exchange` writes it."""
         self._outgoing += line
-        self._memory.look(self._child)
+        if self._child is not None:
+            self._memory.look(self._child.pid)
 
     def exchange(self, timeout_s: float) -> list[Event]:
         """Write what is queued and give the events that came, after `timeout_s` at most.
@@ -317,7 +319,8 @@ class StageProcess:
         Raises:
             StageCrashed: The process wrote something that is no event.
         """
-        self._memory.look(self._child, at_most_every_s=TICK_S)
+        if self._child is not None:
+            self._memory.look(self._child.pid, at_most_every_s=TICK_S)
         poller = select.poll()
         if not self._is_silent:
             poller.register(self._event_r, select.POLLIN)
@@ -481,73 +484,6 @@ def _signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return "unnamed"
-
-
-class MemoryWatch:
-    """What speaks for or against host memory as the cause of a process's death."""
-
-    def __init__(self) -> None:
-        self._rss_bytes = 0
-        self._looked_at = 0.0
-        self._num_oom_kills = num_oom_kills()
-
-    def look(self, child: Child | None, at_most_every_s: float = 0.0) -> None:
-        """Note the process's resident memory."""
-        now = time.monotonic()
-        if child is not None and now - self._looked_at >= at_most_every_s:
-            self._looked_at = now
-            with suppress(OSError, IndexError, ValueError):
-                pages = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1])
-                self._rss_bytes = (pages * os.sysconf("SC_PAGE_SIZE")) or self._rss_bytes
-
-    def verdict(self, *, is_killed: bool) -> str:
-        """The memory part of an crash_message."""
-        limit_bytes = host_memory_limit_bytes()
-        facts = f"limit {_size(limit_bytes)}, last RSS {_size(self._rss_bytes)}"
-        is_near = self._rss_bytes > 0.8 * limit_bytes
-        if is_killed and (is_near or num_oom_kills() > self._num_oom_kills):
-            return f", likely out of host memory: {facts}; raise the limit or lower the host budget"
-        return f" (host memory: {facts})"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
-
-
-def host_memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Bytes this process may use: the least of all memory and its control groups' limits."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for folder in _memory_cgroups(root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # absent, or "max"
-                limits.append(int((folder / name).read_text()))
-    return min(limits)
-
-
-def num_oom_kills(root: Path = Path("/")) -> int:
-    """Out-of-memory kills so far: in this process's control group, else on the host."""
-    names = ("memory.events", "memory.oom_control")
-    files = [folder / name for folder in _memory_cgroups(root) for name in names]
-    for file in [*files, root / "proc/vmstat"]:
-        with suppress(OSError):
-            for line in file.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-def _memory_cgroups(root: Path) -> list[Path]:
-    """Folders of the control groups that bound this process's memory, innermost first."""
-    folders: list[Path] = []
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers in ("", "memory"):
-                top = root / "sys/fs/cgroup" / controllers
-                inner = top / group.lstrip("/")
-                # A container may be told the host's path without its folders: walk up.
-                folders += [f for f in (inner, *inner.parents) if f.is_relative_to(top)]
-    return folders
 
 
 # ---- making processes ----------------------------------------------------------------------

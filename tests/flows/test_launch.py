@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flows import launch
+from flows import host_memory, launch
 from flows.launch import Event, Launcher, StageSession
 from stages.errors import (
     RequestError,
@@ -358,7 +358,7 @@ def test_a_process_that_dies_between_requests_is_replaced(launcher: Launcher) ->
 def test_a_kill_near_the_memory_limit_is_called_so(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "host_memory_limit_bytes", lambda: 4 << 20)
+    monkeypatch.setattr(host_memory, "host_memory_limit_bytes", lambda: 4 << 20)
 
     with StageSession("denoise", launcher) as session:
         ask(session, "echo")
@@ -770,32 +770,3 @@ def test_the_flow_process_loads_no_model_library(tmp_path: Path) -> None:
         flow.wait_for("modules")
     finally:
         flow.end()
-
-
-# ---- host memory ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("group", "files", "limit", "kills"),
-    [
-        ("0::/job", {"job/memory.max": "1000", "job/memory.events": "oom_kill 2"}, 1000, 2),
-        ("0::/job", {"job/memory.max": "max", "memory.max": "2000"}, 2000, 5),
-        ("0::/host/only/path", {"memory.max": "3000"}, 3000, 5),
-        (
-            "4:memory:/job",
-            {"memory/job/memory.limit_in_bytes": "4000", "memory/memory.oom_control": "oom_kill 1"},
-            4000,
-            1,
-        ),
-    ],
-)
-def test_the_memory_limit_is_the_least_of_all_control_groups(
-    tmp_path: Path, group: str, files: dict[str, str], limit: int, kills: int
-) -> None:
-    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in {**files, "proc/self/cgroup": group, "proc/vmstat": "oom_kill 5"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-
-    assert launch.host_memory_limit_bytes(tmp_path) == limit
-    assert launch.num_oom_kills(tmp_path) == kills
