@@ -8,7 +8,10 @@ renamed or tied.
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,12 +44,48 @@ class FileRange:
     identity: FileIdentity
 
 
+class PageFlags:
+    """The kernel's table of this process's pages. Linux only."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        try:
+            self._file = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the table."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def is_private(self, address: int, nbytes: int = 1) -> bool:
+        """Whether any of these bytes is on a page of this process's own, not of a file."""
+        first, last = address // _PAGE, (address + nbytes - 1) // _PAGE
+        try:
+            table = os.pread(self._file, (last - first + 1) * 8, first * 8)
+        except OSError:
+            return False
+        return any(
+            entry & _PRESENT and not entry & _OF_FILE for entry in memoryview(table).cast("Q")
+        )
+
+
+_PAGE = mmap.PAGESIZE
+_OF_FILE = 1 << 61
+_PRESENT = 3 << 62  # in memory, or swapped out
+
+
 class MappedFiles:
     """The files that are mapped into this process now, to be asked by address. Linux only."""
 
     def __init__(self, maps: Path = Path("/proc/self/maps")) -> None:
         self._spans: list[tuple[int, int, int, str, int]] = []
+        self._begins: list[int] = []
         self._identities: dict[str, FileIdentity | None] = {}
+        self._pages = PageFlags()
+        weakref.finalize(self, self._pages.close)
         try:
             lines = maps.read_text(errors="surrogateescape").splitlines()
         except OSError:
@@ -61,7 +100,11 @@ class MappedFiles:
         self._begins = [span[0] for span in self._spans]
 
     def find(self, address: int, nbytes: int) -> FileRange | None:
-        """The file bytes at an address; None if there are none, or the file is another one now."""
+        """The file bytes at an address.
+
+        None if there are none, if the file is another one now, or if this process has written
+        to them: then its pages are no longer the file's.
+        """
         at = bisect_right(self._begins, address) - 1 if self._spans else -1
         if at < 0 or not nbytes:
             return None
@@ -74,6 +117,8 @@ class MappedFiles:
         if identity is None or identity.inode != inode:
             return None
         start = offset + address - begin
+        if self._pages.is_private(address, nbytes):
+            return None
         if start + nbytes > identity.nbytes:
             return None
         return FileRange(path, start, nbytes, identity)

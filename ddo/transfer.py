@@ -50,6 +50,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    num_host_waits: int
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory as a uint8 tensor of shape `(nbytes,)`, aligned to 256 bytes.
@@ -94,6 +95,14 @@ class Backend(Protocol):
         """Make copies from these uint8 CPU tensors fast, as far as the host budget goes."""
         ...
 
+    def free_bytes(self) -> int:
+        """Device memory that can still be allocated."""
+        ...
+
+    def measure_link(self) -> float:
+        """Bytes per second from pinned host memory to the device. May block the host."""
+        ...
+
     def close(self) -> None:
         """Give back what was pinned. The caller has waited for all copies."""
         ...
@@ -126,6 +135,7 @@ class RingBlock:
     begin: int
     copies: Sequence[HostCopy]
     positions: list[int] = field(default_factory=list)
+    place: torch.Tensor | None = None
     prepared: Any = None
     ready: Any = None
     readers: dict[Hashable, Any] = field(default_factory=dict)
@@ -167,9 +177,8 @@ class Ring:
             self._blocks[index].positions.append(position)
         for index, block in enumerate(self._blocks):
             self._check(index, block)
-            block.prepared = backend.prepare(
-                block.copies, memory[block.begin : block.begin + block.nbytes]
-            )
+            block.place = memory[block.begin : block.begin + block.nbytes]
+            block.prepared = backend.prepare(block.copies, block.place)
             block.ready = backend.fence()
             block.rivals = [
                 j
@@ -210,7 +219,8 @@ class Ring:
             self._backend.wait(block.ready)
             if block.spill is not None:
                 return block.spill
-            return self._memory[block.begin : block.begin + block.nbytes]
+            assert block.place is not None
+            return block.place
 
     def release(self, index: int) -> bool:
         """End one use; what the caller's stream has enqueued by now is waited for.
@@ -234,6 +244,10 @@ class Ring:
                 self._drop_spill(block, stream)
             self.prefetch()
             return True
+
+    def place(self, index: int) -> torch.Tensor | None:
+        """The block's fixed place, whatever lies there now."""
+        return self._blocks[index].place
 
     def begin_step(self) -> None:
         """Expect the first block next. A step that left blocks out ends here."""

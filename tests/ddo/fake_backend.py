@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,10 @@ class FakeFence:
 
     def is_complete(self):
         return self.device is None or self.device.num_run >= self.copies
+
+
+class _Own(threading.local):
+    is_busy = False
 
 
 class FakeBackend:
@@ -59,6 +64,7 @@ class FakeBackend:
         self.num_calls = 0
         self.is_closed = False
         self.lock = threading.RLock()
+        self.own = _Own()
 
     # ---- the protocol ----
 
@@ -93,7 +99,8 @@ class FakeBackend:
                 self._forget(target)
                 begin = target.data_ptr()
                 self.writes.append((begin, begin + target.numel(), COPY, time))
-                target.fill_(0xFF)
+                with self._quiet():
+                    target.fill_(0xFF)
             self.queue.append(list(prepared))
             self.num_enqueued += 1
             self._record(ready, COPY)
@@ -131,6 +138,12 @@ class FakeBackend:
         self._called("pin")
         self.pinned.extend(memories)
 
+    def free_bytes(self):
+        return (self.limit_bytes or 1 << 40) - self.allocated_bytes()
+
+    def measure_link(self):
+        return 50e9
+
     def close(self):
         self.is_closed = True
 
@@ -139,6 +152,15 @@ class FakeBackend:
     def reading(self):
         """Watch every operator for reads of device memory."""
         return _Watch(self)
+
+    @contextmanager
+    def _quiet(self):
+        """What the device does by itself is no read of the module's."""
+        self.own.is_busy = True
+        try:
+            yield
+        finally:
+            self.own.is_busy = False
 
     def _called(self, name):
         self.num_calls += 1
@@ -171,8 +193,9 @@ class FakeBackend:
     def _run_one(self):
         pieces = self.queue.popleft()
         self.random.shuffle(pieces)
-        for memory, target in pieces:
-            target.copy_(memory)
+        with self._quiet():
+            for memory, target in pieces:
+                target.copy_(memory)
         self.num_run += 1
 
     def _is_ordered(self, stream, access):
@@ -204,6 +227,12 @@ class FakeBackend:
             self.reads.append((begin, end, stream, self._tick(stream)))
 
 
+def _is_view(func):
+    """Whether an operator only makes another tensor of the same memory."""
+    returned = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, backend):
         super().__init__()
@@ -211,7 +240,8 @@ class _Watch(TorchDispatchMode):
         self.num_reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for value in tree_iter((args, kwargs)):
+        is_quiet = self.backend.own.is_busy or _is_view(func)
+        for value in () if is_quiet else tree_iter((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self.backend.read(value)
                 self.num_reads += 1

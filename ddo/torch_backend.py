@@ -1,0 +1,143 @@
+"""The device as torch alone reaches it: one stream for copies, torch's events and allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddo.errors import DdoError
+from ddo.host_pins import DriverRegistrar, HostPins, Registrar
+from ddo.transfer import Fence, HostCopy
+
+_PROBE_BYTES = 64 << 20
+
+
+class DeviceError(DdoError, RuntimeError):
+    """The device is missing or of a kind that weights cannot be moved to."""
+
+
+class CudaFence:
+    """A CUDA event."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, *, is_timed: bool) -> None:
+        self.event: torch.cuda.Event = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=is_timed
+        )
+
+    def is_complete(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class TorchBackend:
+    """A CUDA device. Implements `ddo.transfer.Backend`.
+
+    Args:
+        device: Such as `cuda:0`.
+        host_budget_bytes: Most bytes of host memory to pin.
+        registrar: What makes host pages known to the device; the driver by default.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, device: torch.device, host_budget_bytes: int, registrar: Registrar | None = None
+    ) -> None:
+        if device.type != "cuda":
+            raise DeviceError(f"weights stream to cuda devices, not to {device}; take preset off")
+        if not torch.cuda.is_available():
+            raise DeviceError(f"no CUDA device is usable, {device} was asked for; use device cpu")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise DeviceError(
+                f"{device} was asked for, there are {torch.cuda.device_count()} CUDA devices"
+            )
+        self.device = torch.device("cuda", index)
+        self.num_host_waits = 0
+        with torch.cuda.device(self.device):
+            torch.empty(1, device=self.device)  # makes the device's context current
+            self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.pins = HostPins(registrar or DriverRegistrar(), host_budget_bytes)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def prepare(self, copies: Sequence[HostCopy], target: Tensor) -> Any:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for copy in copies:
+            begin = copy.target_offset
+            for source in self.pins.sources(copy.memory):
+                pairs.append((target[begin : begin + source.numel()], source))
+                begin += source.numel()
+        return pairs
+
+    def submit(self, prepared: Any, after: Sequence[Fence], ready: Fence) -> None:
+        stream = self._copy_stream
+        for fence in after:
+            stream.wait_event(_event(fence))
+        with torch.cuda.stream(stream):
+            for target, source in prepared:
+                target.copy_(source, non_blocking=True)
+        _event(ready).record(stream)
+
+    def fence(self, *, is_timed: bool = False) -> CudaFence:
+        return CudaFence(is_timed=is_timed)
+
+    def record(self, fence: Fence) -> None:
+        _event(fence).record(torch.cuda.current_stream(self.device))
+
+    def wait(self, fence: Fence) -> None:
+        torch.cuda.current_stream(self.device).wait_event(_event(fence))
+
+    def elapsed_s(self, begin: Fence, end: Fence) -> float | None:
+        return float(_event(begin).elapsed_time(_event(end))) / 1e3
+
+    def synchronize(self, fence: Fence) -> None:
+        self.num_host_waits += 1
+        _event(fence).synchronize()
+
+    def stream(self) -> Hashable:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def pin(self, memories: Sequence[Tensor]) -> None:
+        with torch.cuda.device(self.device):
+            self.pins.pin(memories)
+
+    def close(self) -> None:
+        with torch.cuda.device(self.device):
+            self.pins.close()
+
+    def free_bytes(self) -> int:
+        """Device memory that torch can still get, and what it holds without using it."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + held
+
+    def measure_link(self) -> float:
+        """Bytes per second from pinned memory to the device: the best of three copies.
+
+        Blocks the host for a few copies of 64 MiB.
+        """
+        host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = self.allocate(_PROBE_BYTES)
+        best = 0.0
+        for _ in range(4):
+            begin, end = self.fence(is_timed=True), self.fence(is_timed=True)
+            self.record(begin)
+            target.copy_(host, non_blocking=True)
+            self.record(end)
+            self.synchronize(end)
+            elapsed_s = self.elapsed_s(begin, end)
+            if elapsed_s:
+                best = max(best, _PROBE_BYTES / elapsed_s)
+        del target, host
+        return best
+
+
+def _event(fence: Fence) -> torch.cuda.Event:
+    assert isinstance(fence, CudaFence)
+    return fence.event
