@@ -6,11 +6,19 @@ A pure function of blocks, budgets and rates. It can be made for a machine that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddo.errors import DdoError
-from ddo.residency import DoesNotFit, Link, Load, Residency, choose_residency, place_uses
+from ddo.residency import (
+    DoesNotFit,
+    Link,
+    Load,
+    Residency,
+    choose_residency,
+    hold_residency,
+    place_uses,
+)
 from ddo.settings import OffloadSettings
 from ddo.simulate import Use, simulate
 from ddo.sizes import show_nbytes
@@ -174,10 +182,35 @@ def plan(
     return _streamed(specs, loads, choice, exact, settings, weight_budget_bytes, compute_s)
 
 
-def replan_order(old: OffloadPlan, order: Sequence[str]) -> list[BlockPlan]:
-    """The old plan's blocks in another order of use; those not named keep to the end."""
-    rank = {name: k for k, name in enumerate(order)}
-    return sorted(old.blocks, key=lambda block: rank.get(block.name, len(rank)))
+def reorder(
+    old: OffloadPlan,
+    specs: Sequence[BlockSpec],
+    settings: OffloadSettings,
+    *,
+    compute_s: float | None = None,
+    copy_overhead_s: float = 8e-6,
+) -> OffloadPlan:
+    """The old plan's residents and ring size for another order of use, or newly measured times.
+
+    Nothing has to be copied for such a change but what the ring holds.
+
+    Args:
+        specs: The same blocks in the order of use.
+        compute_s: As for `plan`; None keeps the old plan's.
+    """
+    assert old.mode == "stream"
+    assert old.link_bytes_per_s is not None
+    in_ring = {block.name for block in old.blocks if block.placement == "ring"}
+    step_compute_s = compute_s if compute_s is not None else old.compute_s
+    loads = _loads(specs, step_compute_s or 0.0)
+    link = Link(bytes_per_s=old.link_bytes_per_s, overhead_s=copy_overhead_s)
+    streamed = [i for i, spec in enumerate(specs) if spec.name in in_ring]
+    choice = hold_residency(loads, link, streamed, old.ring_bytes)
+    measured_s = (
+        compute_s if compute_s is not None or not old.is_compute_measured else (old.compute_s)
+    )
+    budget = old.weight_budget_bytes or 0
+    return _streamed(specs, loads, choice, link, settings, budget, measured_s)
 
 
 def _resident(
@@ -296,16 +329,3 @@ def _notes(
     if measured_s is None:
         notes.append("no step was measured yet: computation is assumed to balance the copies")
     return tuple(notes)
-
-
-def with_blocks(old: OffloadPlan, blocks: Sequence[BlockPlan], note: str) -> OffloadPlan:
-    """The old plan with blocks moved by a session, and the reason."""
-    resident = sum(b.nbytes for b in blocks if b.placement == "device")
-    moved = sum(b.nbytes for b in blocks if b.placement == "ring")
-    return replace(
-        old,
-        blocks=tuple(blocks),
-        resident_bytes=resident,
-        streamed_bytes=moved,
-        notes=(*old.notes, note),
-    )

@@ -17,7 +17,7 @@ from ddo.layout import RingLayout, align_up, lay_out_ring
 from ddo.simulate import Timeline, Use, simulate
 
 _RING_GROWTH = 1.25
-_MAX_SIMULATED_USES = 300_000  # about a third of a second of Python
+_MAX_SIMULATED_USES = 40_000  # some hundredths of a second of Python
 _SAME = 1e-4  # step times closer than this share are equal: fewer bytes decide
 
 
@@ -115,6 +115,29 @@ def choose_residency(
     if search.best is None:
         raise DoesNotFit(smallest_need(loads))
     return search.best
+
+
+def hold_residency(
+    loads: Sequence[Load], link: Link, streamed: Sequence[int], ring_nbytes: int
+) -> Residency:
+    """The same residents in another order of use, with a ring of at most the given size.
+
+    Raises:
+        DoesNotFit: A streamed block is larger than the ring.
+    """
+    order = sorted(streamed)
+    sizes = [loads[i].nbytes for i in order]
+    layout = lay_out_ring(sizes, ring_nbytes)
+    if layout is None:
+        raise DoesNotFit(max(sizes))
+    resident = sum(load.nbytes for load in loads) - sum(sizes)
+    return Residency(
+        streamed=tuple(order),
+        ring=layout,
+        timeline=simulate(place_uses(loads, link, order, layout)),
+        device_nbytes=resident + layout.nbytes,
+        num_simulated=1,
+    )
 
 
 class _Search:

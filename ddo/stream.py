@@ -1,0 +1,224 @@
+"""Puts a plan into effect: resident memory, the ring, and which memory each weight is bound to.
+
+A streamed weight is bound to its place in the ring while its layer runs and to the data that was
+found otherwise. So code that reads a weight from elsewhere never sees another block's bytes: it
+gets the right values on the CPU, and an error about devices on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from ddo.blocks import Block
+from ddo.errors import DdoError
+from ddo.metrics import Metrics
+from ddo.planning import OffloadPlan
+from ddo.profile import Recorder
+from ddo.transfer import Backend, Fence, HostCopy, Ring, RingBlock, RingCounters
+
+# Residents share allocations of about this size: torch rounds each of its own up by as much as
+# 2 MiB, and what one change of the plan gives back should not be everything.
+_CHUNK_BYTES = 256 << 20
+
+
+class GradientError(DdoError, RuntimeError):
+    """A streamed weight would be kept for a backward pass, by which time others lie there."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    blocks: tuple[int, ...]
+    memory: Tensor
+    ready: Fence
+
+
+class Streamer:
+    """Holds the device memory of a session. Thread-safe."""
+
+    def __init__(self, backend: Backend, blocks: Sequence[Block], metrics: Metrics) -> None:
+        self.recorder: Recorder | None = None
+        self._backend = backend
+        self._blocks = list(blocks)
+        self._metrics = metrics
+        self._lock = RLock()
+        self._chunks: list[_Chunk] = []
+        self._ring: Ring | None = None
+        self._ring_numbers: dict[int, int] = {}  # of a block in the ring
+        self._ring_memory: Tensor | None = None
+        self._views: dict[int, list[Tensor]] = {}  # of streamed weights at their places
+        self._bound: dict[int, Tensor] = {}  # memory of streamed blocks in use
+
+    @property
+    def counters(self) -> RingCounters | None:
+        return self._ring.counters if self._ring is not None else None
+
+    @property
+    def streamed(self) -> Mapping[int, int]:
+        """Numbers of the blocks that stream, with their numbers in the ring."""
+        return self._ring_numbers
+
+    def copied_bytes(self) -> int:
+        """Bytes that all rings have copied."""
+        now = self._ring.counters.copied_bytes if self._ring is not None else 0
+        return self._metrics.retired.copied_bytes + now
+
+    def apply(self, plan: OffloadPlan, order: Sequence[int]) -> None:
+        """Make the device hold what the plan says. Waits for everything that is pending.
+
+        Args:
+            order: Streamed blocks in the order of use, repetitions included.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not enough memory; nothing is held then.
+        """
+        with self._lock:
+            numbers = {block.name: i for i, block in enumerate(self._blocks)}
+            resident = [numbers[b.name] for b in plan.blocks if b.placement == "device"]
+            places = {
+                numbers[b.name]: b.ring_offset
+                for b in plan.blocks
+                if b.placement == "ring" and b.ring_offset is not None
+            }
+            self._drop_ring()
+            self._keep_chunks(set(resident))
+            try:
+                self._make_ring(plan.ring_bytes, places, order)
+                self._upload(resident)
+            except BaseException:
+                self.clear()
+                raise
+
+    def clear(self) -> None:
+        """Give all device memory back; every weight is bound to what was found."""
+        with self._lock:
+            self._drop_ring()
+            self._keep_chunks(set())
+
+    def use(self, number: int) -> None:
+        """A layer begins: bind its streamed block's weights to the device."""
+        block = self._blocks[number]
+        if torch.is_grad_enabled() and any(m.tensor.requires_grad for m in block.members):
+            raise GradientError(
+                f"weights of {block.name!r} stream but require gradients; call the module under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        with self._lock:
+            assert self._ring is not None
+            memory = self._ring.acquire(self._ring_numbers[number])
+            if self._bound.get(number) is memory:
+                return
+            if memory is self._ring.place(self._ring_numbers[number]):
+                if number not in self._views:
+                    self._views[number] = block.views(memory)
+                block.bind(self._views[number])
+            else:
+                block.bind(block.views(memory))
+            self._bound[number] = memory
+
+    def done(self, number: int) -> None:
+        """A layer ends: its streamed block may be overwritten after the work enqueued so far."""
+        with self._lock:
+            # The plan cannot have changed meanwhile: plans change when no step is active.
+            if self._ring is not None and self._ring.release(self._ring_numbers[number]):
+                self._blocks[number].unbind()
+                self._bound.pop(number, None)
+
+    def begin_step(self) -> None:
+        """Expect the first block."""
+        if self._ring is not None:
+            self._ring.begin_step()
+
+    def _make_ring(self, nbytes: int, places: dict[int, int], order: Sequence[int]) -> None:
+        if not places:
+            return
+        memory = self._backend.allocate(nbytes)
+        numbers = {number: k for k, number in enumerate(places)}
+        used = [numbers[number] for number in order if number in numbers]
+        unseen = [k for number, k in numbers.items() if number not in set(order)]
+        self._backend.pin([c.memory for number in places for c in self._blocks[number].copies])
+        self._ring = Ring(
+            self._backend,
+            memory,
+            [
+                RingBlock(nbytes=self._blocks[n].nbytes, begin=begin, copies=self._blocks[n].copies)
+                for n, begin in places.items()
+            ],
+            [*used, *unseen],
+        )
+        self._ring_memory = memory
+        self._ring_numbers = numbers
+        self._ring.prefetch()
+
+    def _upload(self, resident: Sequence[int]) -> None:
+        """Bring residents to the device, in chunks, and bind them."""
+        there = {number for chunk in self._chunks for number in chunk.blocks}
+        wanted = [number for number in resident if number not in there]
+        if not wanted:
+            return
+        self._backend.pin([c.memory for number in wanted for c in self._blocks[number].copies])
+        for group in _groups([(n, self._blocks[n].nbytes) for n in wanted]):
+            self._upload_chunk(group)
+
+    def _upload_chunk(self, numbers: Sequence[int]) -> None:
+        blocks = [self._blocks[number] for number in numbers]
+        memory = self._backend.allocate(sum(block.nbytes for block in blocks))
+        free, ready = self._backend.fence(), self._backend.fence()
+        self._backend.record(free)  # the allocator may hand out what is still being read
+        copies: list[HostCopy] = []
+        begins: list[int] = []
+        begin = 0
+        for block in blocks:
+            begins.append(begin)
+            copies += [HostCopy(c.memory, begin + c.target_offset) for c in block.copies]
+            begin += block.nbytes
+        self._backend.submit(self._backend.prepare(copies, memory), [free], ready)
+        self._chunks.append(_Chunk(tuple(numbers), memory, ready))
+        self._metrics.uploaded_bytes += sum(copy.memory.numel() for copy in copies)
+        # Whatever stream or thread computes with residents need not know of this copy.
+        self._backend.synchronize(ready)
+        for block, begin in zip(blocks, begins, strict=True):
+            block.bind(block.views(memory[begin : begin + block.nbytes]))
+
+    def _drop_ring(self) -> None:
+        if self._ring is None:
+            return
+        self._ring.abandon()
+        self._ring.drain()
+        self._metrics.retire(self._ring.counters)
+        for number in self._ring_numbers:
+            self._blocks[number].unbind()
+        self._bound.clear()
+        self._views.clear()
+        self._ring_numbers = {}
+        self._ring = self._ring_memory = None
+
+    def _keep_chunks(self, resident: set[int]) -> None:
+        """Give up chunks that hold a block which is not to stay, after the work on them."""
+        dropped = [chunk for chunk in self._chunks if not resident.issuperset(chunk.blocks)]
+        if dropped:
+            used = self._backend.fence()
+            self._backend.record(used)
+            self._backend.synchronize(used)
+        for chunk in dropped:
+            self._backend.synchronize(chunk.ready)
+            for number in chunk.blocks:
+                self._blocks[number].unbind()
+            self._chunks.remove(chunk)
+
+
+def _groups(sized: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Numbers in groups of about a chunk's size."""
+    groups: list[list[int]] = []
+    filled = _CHUNK_BYTES
+    for number, nbytes in sized:
+        if filled + nbytes > _CHUNK_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += nbytes
+    return groups

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ddo.blocks import NotOwnable
+from ddo.lifecycle import OffloadSession, SessionError, SessionState, blocks_of
+from ddo.planning import PlanError
+from ddo.settings import OffloadSettings
+from ddo.stream import GradientError
+from tests.ddo.fake_backend import FakeBackend
+from tests.ddo.modules import IDS, assert_same, make_net, photograph, run
+
+
+def session_of(net, backend=None, *, budget=16_000, **settings):
+    """A session whose weights may take `budget` bytes."""
+    settings = {"device_budget": budget + 1, "reserve": 1, "link_rate": "1GB"} | settings
+    return OffloadSession(net, OffloadSettings(**settings), backend or FakeBackend())
+
+
+@pytest.fixture
+def net(tmp_path):
+    return make_net(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_results_are_bit_equal_for_every_budget_and_timing(net, seed):
+    draw = random.Random(seed)
+    expected = run(net)
+    backend = FakeBackend(seed)
+    budget = draw.randint(12_000, 60_000)
+    with session_of(net, backend, budget=budget) as session, backend.reading():
+        for _ in range(4):
+            assert torch.equal(run(net), expected)
+        assert session.plan.device_bytes <= budget
+        waits = backend.num_host_waits
+        for _ in range(2):
+            assert torch.equal(run(net), expected)
+        assert backend.num_host_waits == waits, "the host waits in the steady state"
+
+
+@pytest.mark.parametrize("preset", ["auto", "resident", "stream", "low_memory"])
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_results_are_bit_equal_for_every_preset(tmp_path, preset, is_mapped):
+    net = make_net(tmp_path if is_mapped else None, dtype=torch.bfloat16)
+    expected = run(net)
+    before = photograph(net)
+    budget = 100_000 if preset == "resident" else 14_000
+    backend = FakeBackend(1)
+    with session_of(net, backend, budget=budget, preset=preset), backend.reading():
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+    assert_same(before, photograph(net))
+    assert backend.allocated_bytes() == 0
+    assert backend.is_closed
+
+
+def test_detach_leaves_the_module_as_it_was_found(net):
+    before = photograph(net)
+    session = session_of(net).attach()
+    run(net)
+    assert photograph(net)["hooks"] != before["hooks"]
+    session.detach()
+    session.detach()
+    assert session.state is SessionState.DETACHED
+    assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_the_middle_of_a_layer_leaves_no_trace(net, error):
+    before = photograph(net)
+    expected = run(net)
+
+    def interrupt(*_):
+        raise error
+
+    with session_of(net) as session:
+        run(net)
+        handle = net.layers[2].up.register_forward_hook(interrupt)
+        with pytest.raises(error):
+            run(net)
+        handle.remove()
+        assert torch.equal(run(net), expected)
+        handle = net.layers[3].down.register_forward_pre_hook(interrupt)
+        with pytest.raises(error):
+            run(net)
+        handle.remove()
+        session.detach()
+    assert_same(before, photograph(net))
+
+
+def test_an_error_inside_the_block_detaches_and_is_passed_on(net):
+    before = photograph(net)
+    with pytest.raises(ZeroDivisionError), session_of(net):
+        run(net)
+        raise ZeroDivisionError
+    assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize("call", ["allocate", "submit", "record", "pin", "wait"])
+def test_a_failure_at_any_call_of_the_device_while_attaching_is_rolled_back(net, call):
+    before = photograph(net)
+    for count in range(40):
+        backend = FakeBackend()
+        backend.fail_at[call] = count
+        session = session_of(net, backend)
+        try:
+            session.attach()
+        except RuntimeError as error:
+            assert "injected" in str(error)
+        else:
+            backend.fail_at.clear()
+            session.detach()
+            return
+        assert session.state is SessionState.DETACHED
+        assert backend.allocated_bytes() == 0
+        assert backend.is_closed
+        assert_same(before, photograph(net))
+    raise AssertionError("attaching needs more than 40 calls")
+
+
+def test_attaching_twice_is_refused_and_harms_nothing(net):
+    expected = run(net)
+    with session_of(net):
+        with pytest.raises(SessionError, match="is attached already; detach its session first"):
+            session_of(net).attach()
+        with pytest.raises(SessionError, match="is attached already"):
+            session_of(net.layers[0]).attach()
+        assert torch.equal(run(net), expected)
+    with session_of(net):
+        assert torch.equal(run(net), expected)
+
+
+def test_a_session_is_not_attached_again(net):
+    session = session_of(net).attach()
+    session.detach()
+    with pytest.raises(SessionError, match="is detached, expected new"):
+        session.attach()
+
+
+def test_a_budget_that_is_too_small_names_the_need(net):
+    before = photograph(net)
+    with pytest.raises(PlanError, match=r"weights need at least \d+ bytes of the device"):
+        session_of(net, budget=3000).attach()
+    assert_same(before, photograph(net))
+
+
+def test_the_order_of_use_is_learned_at_the_step_boundary(net):
+    """The head is defined first and used last, under a weight that the embedding shares."""
+    with session_of(net, preset="low_memory", budget=20_000) as session:
+        for _ in range(3):
+            run(net)
+        report = session.report()
+        assert report.num_replans == {"order of use": 1}
+        missed = report.ring["num_missed"]
+        for _ in range(3):
+            run(net)
+        assert session.report().ring["num_missed"] == missed
+
+
+class Moody(nn.Module):
+    """Layers in an order that the caller chooses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.requires_grad_(False)
+
+    def forward(self, x, order):
+        for k in order:
+            x = torch.tanh(self.layers[k](x))
+        return x
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_skipped_repeated_and_reordered_layers_get_their_own_weights(seed):
+    draw = random.Random(seed)
+    net, x = Moody(), torch.randn(2, 16)
+    orders = [draw.choices(range(8), k=draw.randint(1, 12)) for _ in range(12)]
+    expected = [net(x, order) for order in orders]
+    backend = FakeBackend(seed)
+    with session_of(net, backend, budget=4000) as session, backend.reading():
+        for order, right in zip(orders, expected, strict=True):
+            assert torch.equal(net(x, order), right)
+        assert session.report().ring["num_reordered"] > 0
+
+
+def test_two_threads_may_run_steps_at_once(net):
+    expected = run(net)
+    failures = []
+    backend = FakeBackend(5)
+
+    def work():
+        for _ in range(10):
+            if not torch.equal(run(net), expected):
+                failures.append("other result")
+
+    with session_of(net, backend) as session:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert session.report().num_steps >= 1
+    assert not failures
+
+
+class Adapted(nn.Module):
+    """What an adapter library does to a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+def test_adapters_may_come_and_go_while_attached(net):
+    plain = run(net)
+    before = photograph(net)
+    backend = FakeBackend(2)
+    with session_of(net, backend) as session, backend.reading():
+        assert torch.equal(run(net), plain)
+        base = net.layers[1].up
+        adapted = Adapted(base).requires_grad_(False)
+        net.layers[1].up = adapted
+        with_adapter = run(net)
+        assert not torch.equal(with_adapter, plain)
+        assert torch.equal(run(net), with_adapter)
+        assert session.report().num_replans["module changed"] == 1
+        adapted.b.weight.data = torch.zeros_like(adapted.b.weight)
+        assert torch.equal(run(net), plain)
+        net.layers[1].up = base
+        assert torch.equal(run(net), plain)
+    assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_weight_that_is_rewritten_between_steps_is_used_as_it_is_now(tmp_path, is_mapped):
+    net = make_net(tmp_path if is_mapped else None)
+    with session_of(net, preset="low_memory") as session:
+        plain = run(net)
+        with torch.no_grad():
+            net.layers[4].up.weight.data += 1
+        changed = run(net)
+        assert not torch.equal(changed, plain)
+        session.detach()
+        assert torch.equal(run(net), changed)
+
+
+def test_weights_that_were_written_to_before_attaching_are_not_read_from_the_file(net):
+    with torch.no_grad():
+        net.layers[0].up.weight.data.mul_(2)
+    expected = run(net)
+    with session_of(net) as session:
+        assert torch.equal(run(net), expected)
+        assert session.report().own_memory_bytes >= net.layers[0].up.weight.nbytes
+
+
+def test_weights_that_require_gradients_are_not_streamed_into_a_backward_pass(net):
+    net.layers[0].up.weight.requires_grad_(True)
+    with session_of(net, preset="low_memory"):
+        run(net)
+        with pytest.raises(GradientError, match=r"call the module under torch\.no_grad"):
+            net(IDS)
+
+
+def test_a_buffer_that_a_layer_updates_keeps_its_value(net):
+    with session_of(net):
+        run(net)
+        net.mean.add_(1)
+    assert torch.equal(net.mean, torch.full((16,), 1.25))
+
+
+class Hungry(FakeBackend):
+    """A device that runs out of memory while a layer computes, a number of times."""
+
+    def __init__(self, times):
+        super().__init__(0)
+        self.times = times
+
+    def starve(self, *_):
+        if self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("the device is full")
+
+
+def test_a_step_that_runs_out_of_memory_gives_weights_back_and_is_repeated(net):
+    expected = run(net)
+    backend = Hungry(times=2)
+    with session_of(net, backend, budget=24_000) as session:
+        held = session.plan.device_bytes
+        handle = net.layers[3].register_forward_hook(backend.starve)
+        assert torch.equal(run(net), expected)
+        handle.remove()
+        assert session.plan.device_bytes < held
+        report = session.report()
+        assert report.num_repeated == 2
+        assert any(f.what == "memory" for f in report.fallbacks)
+
+
+def test_a_step_that_never_fits_fails_with_a_remedy_and_the_module_stays_usable(net):
+    before = photograph(net)
+    expected = run(net)
+    backend = Hungry(times=10**6)
+    with session_of(net, backend) as session:
+        handle = net.layers[3].register_forward_hook(backend.starve)
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            run(net)
+        assert any("lower device_budget" in note for note in error.value.__notes__)
+        handle.remove()
+        assert torch.equal(run(net), expected)
+        session.detach()
+    assert_same(before, photograph(net))
+
+
+class Quantized(torch.Tensor):
+    """A tensor that is more than its bytes."""
+
+
+def test_a_weight_that_is_more_than_its_bytes_is_refused_with_its_name(net):
+    data = torch.zeros(48, 16).as_subclass(Quantized)
+    net.layers[0].up.weight = nn.Parameter(data, requires_grad=False)
+    with pytest.raises(NotOwnable, match=r"weight of layers\.0\.up \(Linear\)"):
+        session_of(net).attach()
+
+
+def test_the_report_says_what_was_planned_and_done(net):
+    with session_of(net, budget=20_000) as session:
+        for _ in range(5):
+            run(net)
+        report = session.report()
+        blocks = blocks_of(session)
+    assert report.num_steps == 5
+    assert report.plan["mode"] == "stream"
+    names = {b["name"] for b in report.plan["blocks"] if b["placement"] == "ring"}
+    blocks = [block for block in blocks if block.name in names]
+    assert report.copied_bytes_per_step == sum(m.found.nbytes for b in blocks for m in b.members)
+    assert report.copied_bytes_per_step > 0
+    assert report.step_clock == "host"
+    assert report.step_s > 0
+    assert report.own_memory_bytes == 0
+    assert report.to_json()["schema"] == 1
+
+
+def test_the_first_weight_tells_where_the_module_computes(net):
+    with session_of(net) as session:
+        first = next(net.parameters())
+        assert first.data_ptr() != 0
+        assert first.device == session.device
