@@ -104,7 +104,7 @@ std::shared_ptr<Unit> make_unit(const std::vector<ItemTuple>& tuples) {
     std::vector<UnitItem> items;
     for (const auto& [source, file_offset, nbytes, target_offset] : tuples) {
         if (source == nullptr) {
-            throw StateError("a unit's item has no source; give a HostSource");
+            throw py::type_error("a unit's item has no source; give a HostSource");
         }
         items.push_back({source, file_offset, nbytes, target_offset});
     }
