@@ -24,6 +24,7 @@ from stages.models import ModelDirectory, open_model, resolve_model
 
 DEFAULT_STEPS = 8
 DEFAULT_GUIDANCE = 1.0
+LONGEST_LABEL = 60  # characters
 MAX_SEQUENCE_LENGTH = 512  # tokens that the text encoder was trained to read
 
 
@@ -34,7 +35,8 @@ def _run_name() -> str:
 
 def short(prompt: str) -> str:
     """A prompt for names, logs and displays: one line, no control characters."""
-    return rules.escape_for_terminal(prompt, limit=60)
+    line = rules.escape_for_terminal(prompt)
+    return line if len(line) <= LONGEST_LABEL else f"{line[: LONGEST_LABEL - 1]}…"
 
 
 @flow(name="z-image", flow_run_name=_run_name, persist_result=False)
