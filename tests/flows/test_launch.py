@@ -9,17 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows import host_memory, launch
-from flows.launch import Event, Launcher, StageSession
+from flows import launch
+from flows.launch import Launcher, StageSession
+from flows.stage_process import Event
 from stages.errors import (
     RequestError,
     StageCancelled,
@@ -31,85 +29,18 @@ from stages.errors import (
 from stages.protocol import Done, Progress, Ready, Warn
 from tests.support import fake_stages
 from tests.support.fake_stages import ENVIRON, LIGHT_PRELOAD, context
+from tests.support.stage_processes import (
+    CONTEXT,
+    Watcher,
+    ask,
+    eventually,
+    is_alive,
+    parent_of,
+    running,
+    wait_for_death,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONTEXT = context(Path("/nonexistent"))
-
-
-@pytest.fixture(scope="module", params=["forkserver", "spawn"])
-def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """One launcher of each kind for the module: what they make must not differ."""
-    with Launcher(request.param, preload=LIGHT_PRELOAD, environ=ENVIRON) as launcher:
-        with StageSession("inspect", launcher) as session:  # its threads exist from here on
-            ask(session, "echo")
-        yield launcher
-
-
-def ask(session: StageSession, do: str, value: Any = None) -> dict[str, Any]:
-    """Run one behaviour of the fake stages and give its report."""
-    _, report = session.run(fake_stages.request(do, value, session.stage), CONTEXT)
-    return report
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def eventually(fact: Callable[[], bool]) -> bool:
-    """Whether a fact comes true; what should happen at once gets 10 s on a busy machine."""
-    deadline = time.monotonic() + 10
-    while not (is_true := fact()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_true
-
-
-def wait_for_death(pid: int) -> bool:
-    return eventually(lambda: not is_alive(pid))
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-class Watcher:
-    """Collects events; `asleep` is set once a stage is in the middle of its work."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.asleep = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Progress) and event.message == "asleep":
-            self.asleep.set()
-
-    @property
-    def pid(self) -> int:
-        return next(event.pid for event in self.events if isinstance(event, Ready))
-
-
-@contextmanager
-def running(session: StageSession, do: str, value: Any) -> Iterator[list[BaseException]]:
-    """A request in a thread of its own; gives the list that its error will be in."""
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            ask(session, do, value)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    try:
-        yield errors
-    finally:
-        session.close()
-        thread.join()
 
 
 # ---- requests and answers ------------------------------------------------------------------
@@ -282,28 +213,6 @@ def test_children_draw_different_random_numbers(launcher: Launcher) -> None:
     assert len(numbers) == 2
 
 
-def test_output_becomes_log_lines_without_control_characters(
-    launcher: Launcher, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "exeunt.stage.encode")
-
-    with StageSession("encode", launcher) as session:
-        ask(session, "print", "\x1b[31mred\rdone\x07\n")
-
-    assert [record.message for record in caplog.records] == [r"\x1b[31mred", r"done\x07"]
-
-
-def test_a_flood_of_output_reaches_the_log_whole(
-    launcher: Launcher, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "exeunt.stage.encode")
-
-    with StageSession("encode", launcher) as session:
-        ask(session, "flood", 5000)
-
-    assert [r.message for r in caplog.records] == [f"line {number}" for number in range(5000)]
-
-
 def test_an_unexpected_error_logs_its_traceback(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,34 +227,6 @@ def test_an_unexpected_error_logs_its_traceback(
 # ---- crashes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("do", "value", "how"),
-    [
-        ("segfault", None, r"killed by signal 11 \(SIGSEGV\)"),
-        ("signal", signal.SIGKILL, r"killed by signal 9 \(SIGKILL\)"),
-        ("exit", 3, r"ended with exit code 3 \(of its own\)"),
-        ("exit", 70, r"ended with exit code 70 \(an unexpected error outside of any request\)"),
-    ],
-)
-def test_a_crash_says_how_and_the_next_run_gets_a_fresh_process(
-    launcher: Launcher, do: str, value: Any, how: str
-) -> None:
-    with StageSession("decode", launcher) as session:
-        first = ask(session, "echo")["pid"]
-
-        with pytest.raises(StageCrashed, match=rf"phase decode {how} \(host memory: limit .* GiB"):
-            ask(session, do, value)
-
-        assert ask(session, "echo")["pid"] != first
-
-
-def test_a_crash_repeats_the_last_lines_even_without_a_newline(launcher: Launcher) -> None:
-    with StageSession("encode", launcher) as session, pytest.raises(StageCrashed) as caught:
-        ask(session, "last_words", "\x1b[1mout of luck")
-
-    assert str(caught.value).endswith("; its last lines:\n  first words\n  \\x1b[1mout of luck")
-
-
 def test_a_process_that_dies_between_requests_is_replaced(launcher: Launcher) -> None:
     with StageSession("encode", launcher) as session:
         pid = ask(session, "echo")["pid"]
@@ -353,36 +234,6 @@ def test_a_process_that_dies_between_requests_is_replaced(launcher: Launcher) ->
         assert wait_for_death(pid)
 
         assert ask(session, "echo", "fresh")["answer"] == "fresh"
-
-
-def test_a_kill_near_the_memory_limit_is_called_so(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "host_memory_limit_bytes", lambda: 4 << 20)
-
-    with StageSession("denoise", launcher) as session:
-        ask(session, "echo")
-        with pytest.raises(StageCrashed) as caught:
-            ask(session, "signal", signal.SIGKILL)
-
-    assert str(caught.value).startswith(
-        "phase denoise killed by signal 9 (SIGKILL), likely out of host memory: limit 4 MiB, "
-        "last RSS "
-    )
-
-
-def test_a_crash_takes_the_programs_of_the_stage_along(launcher: Launcher, tmp_path: Path) -> None:
-    watcher = Watcher()
-    pid_file = tmp_path / "pid"
-    session = StageSession("encode", launcher, on_event=watcher)
-
-    with running(session, "grandchild", str(pid_file)) as errors:
-        assert watcher.asleep.wait(30)
-        os.kill(watcher.pid, signal.SIGKILL)
-        assert eventually(lambda: bool(errors))
-
-    assert isinstance(errors[0], StageCrashed)
-    assert wait_for_death(int(pid_file.read_text()))
 
 
 # ---- ends that the flow decides ------------------------------------------------------------
