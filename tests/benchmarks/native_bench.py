@@ -141,12 +141,11 @@ def copy_rate(
     memory.commit()
     native.upload(memory, units[0], stream.cuda_stream).block_stream(compute.cuda_stream)
     seen.enqueue(memory.address, nbytes, compute.cuda_stream)
-    out["copy_64MiB_unit"]["is_bit_exact"] = seen.take()[:MIB] == read_at(source, out, 0, MIB)
+    out["copy_64MiB_unit"]["is_bit_exact"] = seen.take()[:MIB] == read_at(out, 0, MIB)
 
 
-def read_at(source: native.HostSource, out: dict[str, Any], offset: int, nbytes: int) -> bytes:
+def read_at(out: dict[str, Any], offset: int, nbytes: int) -> bytes:
     """The file's own bytes."""
-    del source
     with Path(out["file"]).open("rb") as file:
         file.seek(offset)
         return file.read(nbytes)
