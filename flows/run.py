@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.display import Display, current_display
-from flows.launch import StageSession
 from flows.progress import report_progress
+from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.shared_launcher import shared_launcher
 from flows.tasks import stage_task

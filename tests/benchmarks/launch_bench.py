@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.launch import Launcher, StageSession
+from flows.launch import Launcher
+from flows.session import StageSession
 from flows.stage_process import Event
 from stages.protocol import Ready
 from tests.support.fake_stages import ENVIRON, context, request

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flows.launch import Launcher, StageSession
+from flows.launch import Launcher
+from flows.session import StageSession
 from tests.support.fake_stages import ENVIRON, LIGHT_PRELOAD
 from tests.support.stage_processes import ask
 

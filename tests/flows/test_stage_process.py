@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from flows import host_memory
-from flows.launch import Launcher, StageSession
+from flows.launch import Launcher
+from flows.session import StageSession
 from stages.errors import StageCrashed
 from tests.support.stage_processes import Watcher, ask, eventually, running, wait_for_death
 

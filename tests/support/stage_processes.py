@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flows.launch import StageSession
+from flows.session import StageSession
 from flows.stage_process import Event
 from stages.protocol import Progress, Ready
 from tests.support import fake_stages
