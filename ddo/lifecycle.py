@@ -172,6 +172,10 @@ class OffloadSession:
         """Where the module computes."""
         return self._backend.device
 
+    def note(self, what: str, reason: str) -> None:
+        """Let the report tell what was not done in the best way."""
+        self._metrics.fall_back(what, reason)
+
     def report(self) -> OffloadReport:
         """What was planned and done so far. Does not wait for the device."""
         with self._lock:

@@ -1,0 +1,120 @@
+"""Load a component so that no weight is read before it is needed, and attach it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddo.attaching import attach
+from ddo.routes import Session
+from ddo.settings import OffloadSettings
+from ddo.source import associate, materialize, refuse_uninitialised, torch_dtype
+from ddo.weight_files import DTYPE_BITS, SourceError, WeightFiles, read_weight_files, some
+
+_patching = threading.Lock()
+
+
+def load(
+    model_class: Any,
+    directory: str | Path,
+    settings: OffloadSettings | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    build: Callable[[], nn.Module] | None = None,
+    device: str | torch.device | None = None,
+    **attach_options: Any,
+) -> Session:
+    """A component out of a directory, in evaluation mode and attached: `session.module`.
+
+    Files are checked before anything is built. Weights stay mapped: loading reads no weight
+    and takes no memory for one, unless `dtype` differs from the files'.
+
+    Args:
+        model_class: A class with `from_pretrained`, or any other together with `build`.
+        dtype: None takes the dtype of most elements of the files.
+        build: Makes the module; its weights are put on `meta` and then bound by name.
+        attach_options: As for `attach`.
+
+    Raises:
+        SourceError: Files are missing or damaged, or do not hold exactly the module's weights.
+        DdoError: See `attach`.
+    """
+    files = read_weight_files(directory, variant)
+    if build is not None:
+        with weights_on_meta():
+            module = build()
+        materialize(module, files, associate(module, files))
+    else:
+        module = _from_pretrained(model_class, Path(directory), files, dtype)
+    refuse_uninitialised(module)
+    module.eval().requires_grad_(False)
+    return attach(module, settings, device=device, **attach_options)
+
+
+def _from_pretrained(
+    model_class: Any, directory: Path, files: WeightFiles, dtype: torch.dtype | None
+) -> nn.Module:
+    module, info = model_class.from_pretrained(
+        directory,
+        dtype=dtype or _main_dtype(files),
+        variant=files.variant,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    wrong = [
+        f"{len(found)} {label}: {some(sorted(map(str, found)))}"
+        for key, label in (
+            ("missing_keys", "tensors are missing"),
+            ("mismatched_keys", "tensors have another shape"),
+            ("unexpected_keys", "tensors are left over"),
+            ("error_msgs", "errors"),
+        )
+        if (found := info.get(key))
+    ]
+    if wrong:
+        raise SourceError(
+            f"weights do not fit {model_class.__name__}: {'; '.join(wrong)}: {directory}; check "
+            "that configuration and weights belong together"
+        )
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _main_dtype(files: WeightFiles) -> torch.dtype | None:
+    """The float dtype of most elements: any other would convert, and so copy, them."""
+    count: Counter[torch.dtype] = Counter()
+    for tensor in files.tensors.values():
+        dtype = torch_dtype(tensor)
+        if dtype.is_floating_point and DTYPE_BITS[tensor.dtype] > 8:
+            count[dtype] += prod(tensor.shape)
+    return count.most_common(1)[0][0] if count else None
+
+
+@contextmanager
+def weights_on_meta() -> Iterator[None]:
+    """Modules that are built inside have their parameters on `meta`; buffers keep their values.
+
+    One thread at a time: torch's way to register a parameter is replaced meanwhile.
+    """
+    with _patching:
+        register = nn.Module.register_parameter
+
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta:
+                param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+            register(module, name, param)
+
+        nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
