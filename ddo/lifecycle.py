@@ -6,19 +6,20 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddo.adapting import Change, Planner
 from ddo.blocks import Block, Inventory, take_inventory
 from ddo.errors import DdoError
 from ddo.hooks import EntryPoints, LayerHooks
 from ddo.metrics import Metrics, OffloadReport
-from ddo.planning import BlockSpec, OffloadPlan, PlanError, plan, reorder, unplanned
-from ddo.profile import Recorder, StepProfile
+from ddo.planning import OffloadPlan, unplanned
+from ddo.profile import Recorder
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
 from ddo.strays import StrayFinder
@@ -29,11 +30,6 @@ from ddo.transfer import Backend
 ENTRY_POINTS = ("forward", "encode", "decode")
 
 _PROFILED_STEPS = 2  # the first shows the order, the second the times of that order
-_MAX_REPLANS = 4
-_WORTHWHILE = 0.95  # a new plan must shorten the predicted step to this share
-_OOM_SHARE = 8  # part of the weight budget that an exhausted step gives back
-_BY_ORDER = "order of use"
-_BY_TIMES = "measured times"
 
 
 class SessionError(DdoError, RuntimeError):
@@ -80,12 +76,7 @@ class OffloadSession:
         self._undo = ExitStack()
         self._inventory = Inventory(blocks=[], buffers=[], own_memory_bytes=0, placed=[])
         self._structure = Structure(module)
-        self._budget_bytes = 0
-        self._link_bytes_per_s = 0.0
-        self._order: list[int] = []
-        self._uses: list[int] = []
-        self._weights: dict[int, float] = {}
-        self._compute_s: float | None = None
+        self._planner = Planner(settings, 0, 1.0)  # until the device was asked
         self._plan: OffloadPlan | None = None
         self._streamer = Streamer(backend, [], self._metrics)
         self._recorder: Recorder | None = None  # of the step that runs
@@ -114,8 +105,11 @@ class OffloadSession:
             _claim(self)
             stack.callback(_unclaim, self)
             stack.callback(self._backend.close)
-            self._budget_bytes = self._weight_budget_bytes()
-            self._link_bytes_per_s = self.settings.link_bytes_per_s or self._backend.measure_link()
+            self._planner = Planner(
+                self.settings,
+                self._weight_budget_bytes(),
+                self.settings.link_bytes_per_s or self._backend.measure_link(),
+            )
             stack.callback(self._release_module)
             self._take_over()
             self._entries.install(self._run)
@@ -202,15 +196,12 @@ class OffloadSession:
         self._inventory = take_inventory(self.module, self._backend.device)
         for block in self._inventory.blocks:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")
-        self._order = list(range(len(self._inventory.blocks)))
-        self._uses = list(self._order)
-        self._weights = {}
-        self._compute_s = None
+        self._planner.take(self._inventory.blocks)
         self._streamer = Streamer(self._backend, self._inventory.blocks, self._metrics)
         for module, name, found in self._inventory.buffers:
             if found.device.type == "cpu":
                 module._buffers[name] = found.to(self._backend.device, copy=True)
-        self._enforce(self._make_plan())
+        self._enforce(self._planner.make())
         self._structure = Structure(self.module)
         self._structure.watch(self._inventory.blocks)
         if self._inventory.own_memory_bytes:
@@ -244,25 +235,11 @@ class OffloadSession:
 
     # ---- plans ----
 
-    def _specs(self) -> list[BlockSpec]:
-        blocks = self._inventory.blocks
-        total = sum(self._weights.values())
-        return [blocks[i].spec(self._weights.get(i, 0.0) if total else None) for i in self._order]
-
-    def _make_plan(self) -> OffloadPlan:
-        return plan(
-            self._specs(),
-            self.settings,
-            weight_budget_bytes=self._budget_bytes,
-            link_bytes_per_s=self._link_bytes_per_s,
-            compute_s=self._compute_s,
-        )
-
     def _enforce(self, new: OffloadPlan) -> None:
         """Make the device hold what the plan says. No step is active."""
         self._hooks.remove()
         self._plan = new
-        self._streamer.apply(new, self._uses)
+        self._streamer.apply(new, self._planner.uses)
         self._num_to_profile = _PROFILED_STEPS if new.mode == "stream" else 0
         self._install_hooks(everywhere=self._num_to_profile > 0)
 
@@ -410,63 +387,32 @@ class OffloadSession:
     def _learn(self) -> None:
         """Use what a profiled step showed, once the device has finished it."""
         profile = self._profiled.harvest() if self._profiled is not None else None
-        if profile is None:
+        if profile is None or self._plan is None:
             return
         self._profiled = None
         self._num_to_profile -= 1
         names = [block.name for block in self._inventory.blocks]
         self._metrics.stall_s = {names[i]: s for i, s in profile.stall_s.items()}
-        changes = self._metrics.num_replans
-        if changes.get(_BY_ORDER, 0) + changes.get(_BY_TIMES, 0) < _MAX_REPLANS:
-            self._adapt(profile)
-        if not self._num_to_profile:
-            self._install_hooks(everywhere=False)
-
-    def _adapt(self, profile: StepProfile) -> None:
-        """Change the plan if the order was another one, or if the times promise a shorter step."""
-        assert self._plan is not None
-        seen = list(dict.fromkeys(profile.order))
-        order = [*seen, *(i for i in self._order if i not in set(seen))]
-        is_reordered = order != self._order or list(profile.order) != self._uses
-        self._order, self._uses = order, list(profile.order)
-        # The very first step pays for libraries that are loaded when they are first called.
-        if profile.compute_s is not None and self._metrics.num_steps > 1:
-            self._weights = profile.compute_s
-            self._compute_s = sum(profile.compute_s.values())
-        held = reorder(self._plan, self._specs(), self.settings, compute_s=self._compute_s)
-        new = held
-        if self.settings.replan:
-            with suppress(PlanError):
-                new = self._make_plan()
-        if new.step_s and held.step_s and new.step_s <= _WORTHWHILE * held.step_s:
-            self._metrics.replanned(_BY_TIMES)
-            self._enforce(new)
-        elif is_reordered:
-            self._metrics.replanned(_BY_ORDER)
-            self._enforce(held)
+        found = self._planner.learn(self._plan, profile, trust_times=self._metrics.num_steps > 1)
+        if isinstance(found, Change):
+            self._metrics.replanned(found.reason)
+            self._enforce(found.plan)
         else:
-            self._plan = held
+            self._plan = found
+            if not self._num_to_profile:
+                self._install_hooks(everywhere=False)
 
     # ---- pressure ----
 
     def _smaller_plan(self) -> tuple[int, OffloadPlan] | None:
-        """A smaller budget and its plan; None when weights cannot take less."""
         with self._lock:
             if self._num_active or self._plan is None:
                 return None
-            held = self._plan.device_bytes
-            budget = min(self._budget_bytes, held) - max(held // _OOM_SHARE, 1)
-            old, self._budget_bytes = self._budget_bytes, max(0, budget)
-            try:
-                return self._budget_bytes, self._make_plan()
-            except PlanError:
-                return None
-            finally:
-                self._budget_bytes = old
+            return self._planner.smaller(self._plan.device_bytes)
 
     def _give_back(self, smaller: tuple[int, OffloadPlan]) -> None:
         with self._lock:
-            self._budget_bytes = smaller[0]
+            self._planner.budget_bytes = smaller[0]
             self._metrics.num_repeated += 1
             self._metrics.replanned("out of memory")
             self._metrics.fall_back("memory", "a step ran out of device memory and was repeated")

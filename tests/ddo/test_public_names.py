@@ -19,6 +19,7 @@ def test_an_unknown_name_is_an_ordinary_error():
 
 
 def test_forecast_and_settings_load_no_torch():
-    code = "import sys, ddo; ddo.forecast, ddo.OffloadSettings, ddo.plan; print('torch' in sys.modules)"
+    use = "import sys, ddo; ddo.forecast, ddo.OffloadSettings, ddo.plan"
+    code = f"{use}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

@@ -1,0 +1,121 @@
+"""The plan of one session over time: what is known of its module, and when that changes the plan.
+
+Arithmetic only; the session puts the plan into effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddo.blocks import Block
+from ddo.planning import BlockSpec, OffloadPlan, PlanError, plan, reorder
+from ddo.profile import StepProfile
+from ddo.settings import OffloadSettings
+
+BY_ORDER = "order of use"
+BY_TIMES = "measured times"
+
+_MAX_CHANGES = 4
+_WORTHWHILE = 0.95  # a new plan must shorten the predicted step to this share
+_SMALLER_BY = 8  # part of the weights' memory that an exhausted step gives back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A plan to put into effect, and why."""
+
+    plan: OffloadPlan
+    reason: str
+
+
+class Planner:
+    """Keeps the order of use, the times and the budget of a session, and plans by them.
+
+    Attributes:
+        budget_bytes: What weights and ring may take.
+        uses: Blocks in the order of use, repetitions included.
+    """
+
+    def __init__(
+        self, settings: OffloadSettings, budget_bytes: int, link_bytes_per_s: float
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.uses: list[int] = []
+        self._settings = settings
+        self._link_bytes_per_s = link_bytes_per_s
+        self._blocks: Sequence[Block] = ()
+        self._order: list[int] = []
+        self._times_s: dict[int, float] = {}
+        self._compute_s: float | None = None
+        self._num_changes = 0
+
+    def take(self, blocks: Sequence[Block]) -> None:
+        """Start anew with these blocks: the order of definition, no times."""
+        self._blocks = blocks
+        self._order = list(range(len(blocks)))
+        self.uses = list(self._order)
+        self._times_s = {}
+        self._compute_s = None
+        self._num_changes = 0
+
+    def make(self, budget_bytes: int | None = None) -> OffloadPlan:
+        """The best plan by what is known. Raises PlanError."""
+        return plan(
+            self._specs(),
+            self._settings,
+            weight_budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
+            link_bytes_per_s=self._link_bytes_per_s,
+            compute_s=self._compute_s,
+        )
+
+    def smaller(self, held_bytes: int) -> tuple[int, OffloadPlan] | None:
+        """A budget below what is held, and its plan; None when weights cannot take less."""
+        budget = max(0, min(self.budget_bytes, held_bytes) - max(held_bytes // _SMALLER_BY, 1))
+        try:
+            return budget, self.make(budget)
+        except PlanError:
+            return None
+
+    def learn(
+        self, current: OffloadPlan, profile: StepProfile, *, trust_times: bool
+    ) -> OffloadPlan | Change:
+        """Take in what a step showed.
+
+        Args:
+            trust_times: False for the first step of all, which pays for libraries that are
+                loaded when they are first called.
+
+        Returns:
+            A change, if the order of use was another one or the times promise a shorter step;
+            else the current plan with new predictions, which needs no action.
+        """
+        if self._num_changes >= _MAX_CHANGES:
+            return current
+        seen = list(dict.fromkeys(profile.order))
+        order = [*seen, *(i for i in self._order if i not in set(seen))]
+        is_reordered = order != self._order or list(profile.order) != self.uses
+        self._order, self.uses = order, list(profile.order)
+        if profile.compute_s is not None and trust_times:
+            self._times_s = profile.compute_s
+            self._compute_s = sum(profile.compute_s.values())
+        held = reorder(current, self._specs(), self._settings, compute_s=self._compute_s)
+        new = held
+        if self._settings.replan:
+            with suppress(PlanError):
+                new = self.make()
+        if new.step_s and held.step_s and new.step_s <= _WORTHWHILE * held.step_s:
+            self._num_changes += 1
+            return Change(plan=new, reason=BY_TIMES)
+        if is_reordered:
+            self._num_changes += 1
+            return Change(plan=held, reason=BY_ORDER)
+        return held
+
+    def _specs(self) -> list[BlockSpec]:
+        has_times = sum(self._times_s.values()) > 0
+        return [
+            self._blocks[i].spec(self._times_s.get(i, 0.0) if has_times else None)
+            for i in self._order
+        ]
