@@ -10,44 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
-from flows.stage_process import (
-    KILL_WAIT_S,
-    TICK_S,
-    Child,
-    Logger,
-    LogLines,
-    StageProcess,
-    signal_name,
-)
+from flows.fork_client import ForkServer, ForkServerLost, fork_process
+from flows.stage_process import Child, Logger, StageProcess, wait_for_process
 from stages import contracts
 from stages.errors import StageCancelled, StageCrashed
-from stages.protocol import (
-    EXIT_MEANINGS,
-    MAX_PACKET_BYTES,
-    NOTICES,
-    Exited,
-    Fork,
-    Forked,
-    Refused,
-    Serving,
-    Signal,
-)
-
-T = TypeVar("T")
-
-START_TIMEOUT_S = 120.0
 
 
 class Launcher:
@@ -90,7 +66,7 @@ class Launcher:
         """Start the fork server unless it runs; returns at once, its imports go on beside."""
         with self._lock:
             if self.method == "forkserver" and self._server is None:
-                self._server = ForkServer(self._spawner, self._preload)
+                self._server = ForkServer(self._spawner.start, self._preload)
 
     def start(self, stage: str, logger: Logger, is_cancelled: Callable[[], bool]) -> StageProcess:
         """Make a process for a stage; waits for the fork server's imports.
@@ -106,7 +82,7 @@ class Launcher:
         process = None
         if server is not None and self.method == "forkserver":
             try:
-                process = _fork(server, stage, logger, is_cancelled)
+                process = fork_process(server, stage, logger, is_cancelled)
             except ForkServerLost as lost:
                 self._give_up_forking(str(lost))
         if process is None:
@@ -127,7 +103,7 @@ class Launcher:
     def _spawn(self, stage: str, logger: Logger, is_cancelled: Callable[[], bool]) -> StageProcess:
         future = self._spawner.submit(_spawn_here, self._spawner, stage, logger)
         try:
-            return _wait(future, stage, is_cancelled)
+            return wait_for_process(future, stage, is_cancelled)
         except (OSError, subprocess.SubprocessError) as error:
             raise StageCrashed(f"phase {stage} cannot be started: {error}") from error
         except BaseException:
@@ -157,10 +133,16 @@ class Spawner:
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exeunt-spawner")
         self.submit = self._thread.submit
 
+    def start(
+        self, arguments: Sequence[str], log_w: int, fds: Sequence[int]
+    ) -> futures.Future[subprocess.Popen[bytes]]:
+        """Submit `popen`; its descriptors have to stay open until it is done."""
+        return self.submit(self.popen, arguments, log_w, fds)
+
     def popen(
         self, arguments: Sequence[str], log_w: int, fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        """Start one of this project's modules; to be submitted.
+        """Start one of this project's modules; runs in the spawner's thread.
 
         Args:
             arguments: The module and its arguments.
@@ -192,22 +174,6 @@ def _child_environ(extra: Mapping[str, str]) -> dict[str, str]:
         paths = [str(root), *filter(None, [environ.get("PYTHONPATH")])]
         environ["PYTHONPATH"] = os.pathsep.join(paths)
     return environ
-
-
-def _wait(future: futures.Future[T], stage: str, is_cancelled: Callable[[], bool]) -> T:
-    """The future's result, while a session may be closed at any time.
-
-    Raises:
-        StageCancelled: `is_cancelled` became true.
-        TimeoutError: There is none after `START_TIMEOUT_S`.
-    """
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while futures.wait([future], TICK_S).not_done:
-        if is_cancelled():
-            raise StageCancelled(f"phase {stage} was cancelled while its process started")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no process within {START_TIMEOUT_S:g} s")
-    return future.result()
 
 
 def _spawn_here(spawner: Spawner, stage: str, logger: Logger) -> StageProcess:
@@ -255,147 +221,3 @@ def _reaped(child: subprocess.Popen[bytes]) -> Child:
 
     threading.Thread(target=reap, name="exeunt-reaper", daemon=True).start()
     return Child(child.pid, exited, signal_group)
-
-
-# ---- the fork server, seen from here -------------------------------------------------------
-
-
-class ForkServerLost(Exception):
-    """The fork server cannot make this process; the message says why."""
-
-
-def _fork(
-    server: ForkServer, stage: str, logger: Logger, is_cancelled: Callable[[], bool]
-) -> StageProcess:
-    process = StageProcess(stage, logger)
-    try:
-        child = server.fork(stage, process.child_fds)
-        process.close_child_fds()
-        process.adopt(_wait(child, stage, is_cancelled))
-    except TimeoutError as error:
-        process.release()
-        raise ForkServerLost(f"the fork server made {error}") from error
-    except BaseException:
-        process.release()
-        raise
-    return process
-
-
-class ForkServer:
-    """A running `stages.forkserver`: fork orders go down, forks and ends come back."""
-
-    def __init__(self, spawner: Spawner, preload: Sequence[str] | None) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.RLock()  # guards what follows, and the order of orders
-        self._orders: deque[futures.Future[Child]] = deque()
-        self._exits: dict[int, futures.Future[int | None]] = {}
-        self._end = ""
-        self._is_serving = False
-        log_r, log_w = os.pipe()
-        self._log = LogLines(log_r, logging.getLogger("exeunt.forkserver"))
-        self._child = spawner.submit(self._start, spawner, preload, theirs, log_w)
-        self._listener = threading.Thread(
-            target=self._listen, name="exeunt-forkserver", daemon=True
-        )
-        self._listener.start()
-
-    @staticmethod
-    def _start(
-        spawner: Spawner, preload: Sequence[str] | None, theirs: socket.socket, log_w: int
-    ) -> subprocess.Popen[bytes]:
-        arguments = ["stages.forkserver", "--socket-fd", str(theirs.fileno())]
-        if preload is not None:
-            arguments += ["--preload", *preload]
-        try:
-            return spawner.popen(arguments, log_w, [theirs.fileno()])
-        finally:
-            theirs.close()
-            os.close(log_w)
-
-    def fork(self, stage: str, fds: Sequence[int]) -> futures.Future[Child]:
-        """Order a child with these descriptors; the answer comes after the server's imports.
-
-        Raises:
-            ForkServerLost: The server has ended; from the future, also that it refuses.
-        """
-        child: futures.Future[Child] = futures.Future()
-        with self._lock:
-            if self._end:
-                raise ForkServerLost(self._end)
-            try:
-                socket.send_fds(self._control, [Fork(stage=stage).model_dump_json().encode()], fds)
-            except OSError as error:
-                raise ForkServerLost(f"the fork server takes no order: {error.strerror}") from error
-            self._orders.append(child)
-        return child
-
-    def close(self) -> None:
-        """End the server and its children; safe to call twice."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        with suppress(OSError, subprocess.SubprocessError):
-            child = self._child.result()
-            if not self._is_serving:  # it would notice only after its imports; it has no child
-                child.kill()
-            try:
-                child.wait(KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-        self._listener.join()
-        self._log.finish()
-
-    def _listen(self) -> None:
-        try:
-            child = self._child.result()
-            while packet := self._receive():
-                self._note(packet)
-            code = child.wait()
-            reason = EXIT_MEANINGS.get(code) or (
-                f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-            )
-            end = f"the fork server has ended: {reason}{self._log.last_lines()}"
-        except (OSError, subprocess.SubprocessError) as error:
-            end = f"the fork server cannot be started: {error}"
-        except (ValueError, LookupError) as error:
-            end = f"the fork server sent a message that makes no sense: {error}"
-        with self._lock:
-            self._end = end
-            self._control.close()
-            orders, exits = list(self._orders), list(self._exits.values())
-        for order in orders:
-            order.set_exception(ForkServerLost(end))
-        for exited in exits:
-            exited.set_result(None)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._control.recv(MAX_PACKET_BYTES)
-        except ConnectionError:
-            return b""
-
-    def _note(self, packet: bytes) -> None:
-        notice = NOTICES.validate_json(packet)
-        if isinstance(notice, Serving):
-            self._is_serving = True
-            logging.getLogger("exeunt.launch").debug(
-                "the fork server has its libraries after %.1f s", notice.elapsed_s
-            )
-        elif isinstance(notice, Refused):
-            self._orders.popleft().set_exception(
-                ForkServerLost(f"the fork server does not fork: {notice.reason}")
-            )
-        elif isinstance(notice, Forked):
-            exited: futures.Future[int | None] = futures.Future()
-            with self._lock:
-                self._exits[notice.pid] = exited
-                child = self._orders.popleft()
-            child.set_result(Child(notice.pid, exited, lambda n: self._signal(notice.pid, n)))
-        elif isinstance(notice, Exited):
-            with self._lock:
-                exited = self._exits.pop(notice.pid)
-            exited.set_result(notice.exit_code)
-
-    def _signal(self, pid: int, signum: int) -> None:
-        with self._lock, suppress(OSError):  # a lost server's children die of their guards
-            if pid in self._exits and not self._end:
-                self._control.send(Signal(pid=pid, signum=signum).model_dump_json().encode())

@@ -8,8 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from flows.launch import START_TIMEOUT_S, Launcher
-from flows.stage_process import KILL_WAIT_S, TICK_S, Event, Logger, StageProcess, printable
+from flows.launch import Launcher
+from flows.stage_process import (
+    KILL_WAIT_S,
+    START_TIMEOUT_S,
+    TICK_S,
+    Event,
+    Logger,
+    StageProcess,
+    printable,
+)
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import (
     ERROR_TYPES,

@@ -8,15 +8,16 @@ import re
 import select
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flows.host_memory import MemoryWatch
-from stages.errors import StageCrashed
+from stages.errors import StageCancelled, StageCrashed
 from stages.protocol import (
     EVENTS,
     EXIT_MEANINGS,
@@ -28,10 +29,12 @@ from stages.protocol import (
     Warn,
 )
 
+T = TypeVar("T")
 Event = Ready | Progress | Warn | Done | Failed
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 TICK_S = 0.2
+START_TIMEOUT_S = 120.0
 KILL_WAIT_S = 30.0  # a killed process first gives back its device memory and pinned pages
 NUM_LAST_LINES = 20
 MAX_LINE_BYTES = 4096
@@ -201,6 +204,22 @@ class StageProcess:
             how = f"ended with exit code {code} ({EXIT_MEANINGS.get(code, 'of its own')})"
         memory = self._memory.verdict(is_killed=code == -signal.SIGKILL)
         return f"phase {self.stage} {how}{memory}{self._log.last_lines()}"
+
+
+def wait_for_process(future: futures.Future[T], stage: str, is_cancelled: Callable[[], bool]) -> T:
+    """The future's result, while a session may be closed at any time.
+
+    Raises:
+        StageCancelled: `is_cancelled` became true.
+        TimeoutError: There is none after `START_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while futures.wait([future], TICK_S).not_done:
+        if is_cancelled():
+            raise StageCancelled(f"phase {stage} was cancelled while its process started")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no process within {START_TIMEOUT_S:g} s")
+    return future.result()
 
 
 class LogLines:

@@ -288,9 +288,8 @@ def test_a_process_that_ignores_the_closed_pipe_and_sigterm_is_killed(launcher: 
 def test_a_signal_handler_may_close_the_session_that_it_interrupts(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        session_module, "KILL_WAIT_S", 600.0
-    )  # waiting for itself would be for ever
+    # Waiting for itself would be for ever.
+    monkeypatch.setattr(session_module, "KILL_WAIT_S", 600.0)
     watcher = Watcher()
 
     def on_event(event: Event) -> None:

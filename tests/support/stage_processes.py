@@ -24,11 +24,19 @@ def ask(session: StageSession, do: str, value: Any = None) -> dict[str, Any]:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether any thread runs: a zombie's other threads may still hold its pipes for a moment."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"
+    return any(_state(task) not in "ZX" for task in tasks)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def eventually(fact: Callable[[], bool]) -> bool:
