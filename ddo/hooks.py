@@ -83,25 +83,42 @@ class EntryPoints:
         self._module = module
         self._names = [name for name in names if callable(getattr(module, name, None))]
         self._found: dict[str, Any] = {}
+        self._installed: list[str] = []
 
-    def install(self, run: Callable[..., Any]) -> None:
-        """Let every entry go through `run(method, args, kwargs)`."""
+    def install(self, run: Callable[..., Any], refuse: Callable[[Any], None]) -> None:
+        """Let every entry go through `run(method, args, kwargs)`.
+
+        `to`, `cuda`, `half` and the like all end in `_apply`: it asks `refuse`, which raises if
+        the function that weights would go through changes one.
+        """
         for name in self._names:
             method = getattr(self._module, name)
-            if name in vars(self._module):
-                self._found[name] = vars(self._module)[name]
 
             @functools.wraps(method)
             def entry(*args: Any, _method: Callable[..., Any] = method, **kwargs: Any) -> Any:
                 return run(_method, args, kwargs)
 
-            vars(self._module)[name] = entry
+            self._put(name, entry)
+
+        def apply(change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:  # noqa: ARG001
+            refuse(change)
+            return self._module
+
+        self._put("_apply", apply)
+
+    def _put(self, name: str, value: Any) -> None:
+        own = vars(self._module)
+        if name in own:
+            self._found[name] = own[name]
+        own[name] = value
+        self._installed.append(name)
 
     def remove(self) -> None:
         """Leave the methods as they were found."""
-        for name in self._names:
+        for name in self._installed:
             if name in self._found:
                 vars(self._module)[name] = self._found[name]
             else:
                 vars(self._module).pop(name, None)
+        self._installed.clear()
         self._found.clear()

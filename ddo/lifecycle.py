@@ -112,7 +112,7 @@ class OffloadSession:
             )
             stack.callback(self._release_module)
             self._take_over()
-            self._entries.install(self._run)
+            self._entries.install(self._run, self._refuse_moving)
             stack.callback(self._entries.remove)
             self._undo = stack.pop_all()
         self.state = SessionState.ATTACHED
@@ -233,6 +233,17 @@ class OffloadSession:
             else:
                 module._buffers[name] = now.to(found.device)
 
+    def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise SessionError for `to`, `cuda`, `half` and the like, unless they change nothing."""
+        for dtype in {m.found.dtype for b in self._inventory.blocks for m in b.members}:
+            probe = torch.empty(0, dtype=dtype, device=self.device)
+            changed = change(probe)
+            if (changed.device, changed.dtype) != (probe.device, probe.dtype):
+                raise SessionError(
+                    f"{type(self.module).__name__} is attached on {self.device}, its weights "
+                    f"cannot be changed to {changed.dtype} on {changed.device}; detach it first"
+                )
+
     # ---- plans ----
 
     def _enforce(self, new: OffloadPlan) -> None:
@@ -334,7 +345,7 @@ class OffloadSession:
         except Exception:
             raise error from None
         if not finder.found:
-            return result
+            raise error
         with self._lock:
             for number in finder.found:
                 name = blocks[number].name

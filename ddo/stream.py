@@ -87,8 +87,10 @@ class Streamer:
             self._drop_ring()
             self._keep_chunks(set(resident))
             try:
-                self._make_ring(plan.ring_bytes, places, order)
-                self._upload(resident)
+                self._pin(list(places), resident)
+                with torch.inference_mode(False):
+                    self._make_ring(plan.ring_bytes, places, order)
+                    self._upload(resident)
             except BaseException:
                 self.clear()
                 raise
@@ -133,6 +135,22 @@ class Streamer:
         if self._ring is not None:
             self._ring.begin_step()
 
+    def _pin(self, streamed: Sequence[int], resident: Sequence[int]) -> None:
+        """Pin what streams, then what is uploaded once; all at once where the budget has both.
+
+        Neighbours in a file are one registration then, instead of one for each block.
+        """
+        first, then = (
+            [copy.memory for number in numbers for copy in self._blocks[number].copies]
+            for numbers in (streamed, resident)
+        )
+        pins = getattr(self._backend, "pins", None)
+        if pins is None or sum(m.numel() for m in (*first, *then)) <= pins.left_bytes:
+            self._backend.pin([*first, *then])
+        else:
+            self._backend.pin(first)
+            self._backend.pin(then)
+
     def _make_ring(self, nbytes: int, places: dict[int, int], order: Sequence[int]) -> None:
         if not places:
             return
@@ -140,7 +158,6 @@ class Streamer:
         numbers = {number: k for k, number in enumerate(places)}
         used = [numbers[number] for number in order if number in numbers]
         unseen = [k for number, k in numbers.items() if number not in set(order)]
-        self._backend.pin([c.memory for number in places for c in self._blocks[number].copies])
         self._ring = Ring(
             self._backend,
             memory,
@@ -160,7 +177,6 @@ class Streamer:
         wanted = [number for number in resident if number not in there]
         if not wanted:
             return
-        self._backend.pin([c.memory for number in wanted for c in self._blocks[number].copies])
         for group in _groups([(n, self._blocks[n].nbytes) for n in wanted]):
             self._upload_chunk(group)
 

@@ -10,15 +10,14 @@ for, and counted.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from ddo.errors import DdoError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TransferError(DdoError, RuntimeError):
@@ -140,8 +139,9 @@ class RingBlock:
     ready: Any = None
     readers: dict[Hashable, Any] = field(default_factory=dict)
     pending: set[Hashable] = field(default_factory=set)
-    rivals: list[int] = field(default_factory=list)
+    rivals: frozenset[int] = frozenset()
     is_loaded: bool = False
+    copied_bytes: int = 0
     num_users: int = 0
     num_copies: int = 0
     spill: torch.Tensor | None = None
@@ -171,7 +171,8 @@ class Ring:
         self._lock = RLock()
         self._cursor = 0  # the position that is expected next
         self._ahead = 0  # so many blocks from there on are loaded
-        self._born = backend.fence()
+        self._loaded: set[int] = set()
+        self._born: Fence | None = backend.fence()
         backend.record(self._born)
         for position, index in enumerate(order):
             self._blocks[index].positions.append(position)
@@ -180,13 +181,14 @@ class Ring:
             block.place = memory[block.begin : block.begin + block.nbytes]
             block.prepared = backend.prepare(block.copies, block.place)
             block.ready = backend.fence()
-            block.rivals = [
+            block.copied_bytes = sum(copy.memory.numel() for copy in block.copies)
+            block.rivals = frozenset(
                 j
                 for j, other in enumerate(self._blocks)
                 if j != index
                 and other.begin < block.begin + block.nbytes
                 and block.begin < other.begin + other.nbytes
-            ]
+            )
 
     def _check(self, index: int, block: RingBlock) -> None:
         if not block.positions:
@@ -214,7 +216,7 @@ class Ring:
             self._advance(block)
             if block.spill is None and not block.is_loaded:
                 self.counters.num_missed += 1
-                self._fetch(block)
+                self._fetch(index, block)
             block.num_users += 1
             self._backend.wait(block.ready)
             if block.spill is not None:
@@ -275,6 +277,7 @@ class Ring:
                     self._backend.synchronize(block.readers[stream])
                 block.pending.clear()
                 block.is_loaded = False
+            self._loaded.clear()
             self._cursor = self._ahead = 0
 
     def _advance(self, block: RingBlock) -> None:
@@ -298,38 +301,48 @@ class Ring:
         block = self._blocks[index]
         if block.spill is not None:
             return False
-        evicted = [j for j in block.rivals if self._blocks[j].is_loaded]
+        evicted = block.rivals & self._loaded
         for j in evicted:
             rival = self._blocks[j]
             if rival.num_users or self._distance(rival) <= self._ahead:
                 return False
-        self._load(block, evicted)
+        self._load(index, block, evicted)
         return True
 
-    def _fetch(self, block: RingBlock) -> None:
+    def _fetch(self, index: int, block: RingBlock) -> None:
         """Load a block that is wanted now, whatever else lies in its place."""
-        evicted = [j for j in block.rivals if self._blocks[j].is_loaded]
+        evicted = block.rivals & self._loaded
         if any(self._blocks[j].num_users for j in evicted):
             self._spill(block)
             return
         self._ahead = 0
-        self._load(block, evicted)
+        self._load(index, block, evicted)
 
-    def _load(self, block: RingBlock, evicted: Sequence[int]) -> None:
-        after = [self._born]
+    def _load(self, index: int, block: RingBlock, evicted: Set[int]) -> None:
+        after = [] if self._born is None else [self._born]
         for rival in (block, *(self._blocks[j] for j in evicted)):
             # A use that is not over may still read this place; copies of earlier loads are
             # ahead of this one in the same queue.
             after += [rival.readers[stream] for stream in rival.pending]
             rival.pending.clear()
             rival.is_loaded = False
-        self._submit(block, block.prepared, after)
+        self._loaded -= evicted
+        self._loaded.discard(index)
+        try:
+            self._submit(block, block.prepared, after)
+        except BaseException:
+            for fence in after:  # nobody else remembers these readers
+                self._backend.synchronize(fence)
+            raise
+        self._born = None  # later copies are behind this one, and so behind it
+        self._loaded.add(index)
         block.is_loaded = True
 
     def _spill(self, block: RingBlock) -> None:
         """Its place is in use, by another thread or a module around it: take memory for once."""
         self.counters.num_spilled += 1
-        block.spill = self._backend.allocate(block.nbytes)
+        with torch.inference_mode(False):  # else the weights could not be bound outside of it
+            block.spill = self._backend.allocate(block.nbytes)
         free = self._backend.fence()
         self._backend.record(free)  # the allocator may hand out memory that is still being read
         self._submit(block, self._backend.prepare(block.copies, block.spill), [free])
@@ -344,4 +357,4 @@ class Ring:
         self._backend.submit(prepared, after, block.ready)
         block.num_copies += 1
         self.counters.num_copies += 1
-        self.counters.copied_bytes += sum(copy.memory.numel() for copy in block.copies)
+        self.counters.copied_bytes += block.copied_bytes

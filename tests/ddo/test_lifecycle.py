@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 
 import pytest
 import torch
@@ -356,3 +357,42 @@ def test_the_first_weight_tells_where_the_module_computes(net):
         first = next(net.parameters())
         assert first.data_ptr() != 0
         assert first.device == session.device
+
+
+def test_moving_or_casting_an_attached_module_is_refused(net):
+    expected = run(net)
+    with session_of(net):
+        assert net.to("cpu") is net
+        for change in (lambda: net.to("meta"), net.half, lambda: nn.Sequential(net).double()):
+            with pytest.raises(SessionError, match="is attached on cpu, its weights cannot be"):
+                change()
+        assert torch.equal(run(net), expected)
+    net.half()
+
+
+def test_steps_may_run_in_inference_mode(net):
+    expected = run(net)
+    backend = Hungry(times=1)
+    before = photograph(net)
+    with session_of(net, backend, budget=20_000) as session, torch.inference_mode():
+        handle = net.layers[3].register_forward_hook(backend.starve)
+        for _ in range(4):
+            assert torch.equal(net(IDS), expected)
+        handle.remove()
+        assert session.report().num_repeated == 1
+    assert_same(before, photograph(net))
+    assert not any(parameter.is_inference() for parameter in net.parameters())
+
+
+def test_hooks_that_compute_weights_come_after_the_weights(net):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(net.layers[2].down)
+    net.requires_grad_(False)
+    nn.utils.parametrizations.weight_norm(net.layers[3].up)
+    net.requires_grad_(False)
+    expected = run(net)
+    backend = FakeBackend(4)
+    with session_of(net, backend, preset="low_memory", budget=20_000), backend.reading():
+        for _ in range(3):
+            assert torch.equal(run(net), expected)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddo.blocks import take_inventory
+from ddo.strays import StrayFinder
+
+
+class Peeking(nn.Module):
+    """Uses the weight of a layer without calling the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = nn.Linear(4, 4)
+        self.peeked = nn.Linear(4, 4)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        return self.called(x) @ self.peeked.weight.t()[:, :2]
+
+
+def test_weights_used_outside_of_their_layer_are_found_and_lent():
+    net, x = Peeking(), torch.randn(2, 4)
+    expected = net(x)
+    blocks = take_inventory(net, torch.device("cpu")).blocks
+    names = [block.name for block in blocks]
+    finder = StrayFinder([(1, blocks[names.index("peeked")])], torch.device("cpu"))
+    with finder:
+        assert torch.equal(net(x), expected)
+    assert finder.found == {1}
+
+
+def test_a_step_without_strays_finds_none():
+    net = Peeking()
+    blocks = take_inventory(net, torch.device("cpu")).blocks
+    finder = StrayFinder(enumerate(blocks[:0]), torch.device("cpu"))
+    with finder:
+        net(torch.randn(2, 4))
+    assert finder.found == set()
