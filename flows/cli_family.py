@@ -22,10 +22,10 @@ from typing import Any
 from flows.cli_arguments import add_flow_arguments
 from flows.display import JsonDisplay, LineDisplay, LiveDisplay, Tally, showing
 from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
+from flows.launch import shared_launcher
 from flows.prefect_profile import apply_profile
 from flows.server import Server, begin, configured_url, read_state
 from flows.settings import Home, RunSettings
-from flows.shared_launcher import shared_launcher
 from stages.errors import StageError
 
 HELP_OPTIONS = {"-h", "--help"}

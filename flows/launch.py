@@ -7,6 +7,7 @@ group.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
 
@@ -118,6 +120,14 @@ class Launcher:
             logging.getLogger("exeunt.launch").warning(
                 "%s; each stage process starts as a new interpreter from now on", reason
             )
+
+
+@lru_cache(maxsize=1)
+def shared_launcher(method: Literal["forkserver", "spawn"]) -> Launcher:
+    """The launcher of this process, made at the first call and closed when the process ends."""
+    launcher = Launcher(method)
+    atexit.register(launcher.close)
+    return launcher
 
 
 class Spawner:

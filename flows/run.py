@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.display import Display, current_display
+from flows.launch import shared_launcher
 from flows.progress import report_progress
 from flows.session import StageSession
 from flows.settings import RunSettings
-from flows.shared_launcher import shared_launcher
 from flows.tasks import stage_task
 from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageName, StageRequest, StageResult

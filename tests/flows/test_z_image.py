@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def launcher() -> Iterator[Any]:
     """One fork server for the module, as one flow process has."""
-    from flows.shared_launcher import shared_launcher
+    from flows.launch import shared_launcher
 
     shared_launcher.cache_clear()
     made = shared_launcher("forkserver")
