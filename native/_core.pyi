@@ -471,9 +471,12 @@ class TransferRing:
         slot_nbytes: int,
         copy_stream: int,
         staging: StagingRing | None = None,
-        num_timings: int = 64,
+        timing_interval: int = 4,
     ) -> None:
-        """`copy_stream` is borrowed. Without `staging`, unpinned bytes go the pageable way."""
+        """`copy_stream` is borrowed. Without `staging`, unpinned bytes go the pageable way.
+
+        One unit in `timing_interval` has its copies and its stall measured; 0 measures none.
+        """
     def try_submit(self, unit: Unit) -> int | None:
         """Enqueue a unit's copies into the next slot; its ticket, or None when all are needed."""
     def acquire(self, ticket: int, stream: int) -> None:

@@ -447,13 +447,14 @@ void bind_transfer(py::module_& m) {
     py::class_<TransferRing, std::shared_ptr<TransferRing>>(m, "TransferRing", NoGilDestructor())
         .def(py::init([](std::shared_ptr<Arena> arena, std::size_t num_slots,
                          std::size_t slot_nbytes, std::uint64_t copy_stream,
-                         std::shared_ptr<StagingRing> staging, std::size_t num_timings) {
+                         std::shared_ptr<StagingRing> staging, std::size_t timing_interval) {
                  return std::make_shared<TransferRing>(
-                     std::move(arena), RingOptions{num_slots, slot_nbytes, num_timings},
+                     std::move(arena), RingOptions{num_slots, slot_nbytes, timing_interval},
                      to_stream(copy_stream), std::move(staging));
              }),
              Unlocked(), py::arg("arena").none(false), py::kw_only(), "num_slots"_a,
-             "slot_nbytes"_a, "copy_stream"_a, "staging"_a = py::none(), "num_timings"_a = 64)
+             "slot_nbytes"_a, "copy_stream"_a, "staging"_a = py::none(),
+             "timing_interval"_a = RingOptions{}.timing_interval)
         .def("try_submit", &TransferRing::try_submit, Unlocked(), py::arg("unit").none(false))
         .def(
             "acquire",

@@ -248,7 +248,13 @@ bool Arena::reclaim_locked(std::size_t goal_free_bytes, std::size_t requested_by
             ++counters_.num_demotions;
             event.demoted_range_ids.push_back(victim->id_);
         } else {
-            break;
+            // What completed since the last look is no longer pending, but not yet collected.
+            const std::size_t nbytes = collect_locked();
+            event.freed_bytes += nbytes;
+            if (nbytes == 0) {
+                break;
+            }
+            continue;
         }
         event.freed_bytes += collect_locked();
     }

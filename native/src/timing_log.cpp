@@ -5,9 +5,16 @@
 namespace exeunt::native {
 
 std::unique_ptr<TimingLog::Pair> TimingLog::begin(cuda::Stream stream) {
-    if (capacity_ == 0) {
+    if (interval_ == 0) {
         return nullptr;
     }
+    // The first is measured, and then every interval-th.
+    if (num_skipped_ > 0 && num_skipped_ < interval_) {
+        ++num_skipped_;
+        ++totals_.num_unmeasured;
+        return nullptr;
+    }
+    num_skipped_ = 1;
     harvest();
     std::unique_ptr<Pair> pair;
     if (!spare_.empty()) {

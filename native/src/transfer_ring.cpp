@@ -13,6 +13,7 @@ namespace {
 constexpr std::size_t kSlotAlignment = 256;
 constexpr unsigned kSlotBits = 16;  // of a ticket; the rest is the slot's generation
 constexpr std::size_t kMaxSlots = std::size_t{1} << kSlotBits;
+constexpr std::size_t kMaxTimings = 64;  // pending at a time, of copies and of stalls each
 
 HostTier unpinned_tier(const std::shared_ptr<StagingRing>& staging) {
     return staging ? HostTier::kStaged : HostTier::kPageable;
@@ -28,8 +29,8 @@ TransferRing::TransferRing(std::shared_ptr<Arena> arena, const RingOptions& opti
       copy_stream_(copy_stream),
       staging_(std::move(staging)),
       slots_(options.num_slots <= kMaxSlots ? options.num_slots : 0),
-      copy_timings_(arena_->device(), options.num_timings),
-      stall_timings_(arena_->device(), options.num_timings) {
+      copy_timings_(arena_->device(), kMaxTimings, options.timing_interval),
+      stall_timings_(arena_->device(), kMaxTimings, options.timing_interval) {
     if (slots_.empty() || options.slot_nbytes == 0) {
         throw SizeError("a ring of " + std::to_string(options.num_slots) + " slots of " +
                         std::to_string(options.slot_nbytes) + " bytes is impossible; give 1 to " +

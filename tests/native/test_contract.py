@@ -355,7 +355,7 @@ def test_copies_and_stalls_are_measured(make_rig: MakeRig) -> None:
     rig = make_rig()
     source = rig.open()
     source.register_pages(0, rig.file_nbytes)
-    ring = ring_of(rig)
+    ring = ring_of(rig, timing_interval=1)
     for _ in range(5):
         consume(rig, ring, ring.try_submit(unit_of(source, 0, rig.page)), 1).take()
     rig.device.synchronize()

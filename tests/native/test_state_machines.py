@@ -240,7 +240,7 @@ class RingProgram(Program):
             num_slots=num_slots,
             slot_nbytes=30_000,
             copy_stream=self.rig.copies.handle,
-            num_timings=2,
+            timing_interval=2,
         )
 
     @rule(

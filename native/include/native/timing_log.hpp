@@ -10,8 +10,9 @@
 
 namespace exeunt::native {
 
-/// Device time spent between pairs of events, summed as they complete. Never waits. When more
-/// pairs are pending than it holds, the newest goes unmeasured and is counted. Not thread-safe.
+/// Device time spent between pairs of events, summed as they complete. Never waits. One in
+/// `interval` is measured, since two events cost the host as much as several copies, and none while
+/// more pairs are pending than it holds; what goes unmeasured is counted. Not thread-safe.
 class TimingLog {
   public:
     struct Pair {
@@ -29,8 +30,9 @@ class TimingLog {
         std::uint64_t num_unmeasured = 0;
     };
 
-    TimingLog(std::shared_ptr<Device> device, std::size_t capacity)
-        : device_(std::move(device)), capacity_(capacity) {}
+    /// An `interval` of 0 measures nothing.
+    TimingLog(std::shared_ptr<Device> device, std::size_t capacity, std::size_t interval)
+        : device_(std::move(device)), capacity_(capacity), interval_(interval) {}
 
     /// A pair whose beginning is recorded on `stream` now, or nothing.
     [[nodiscard]] std::unique_ptr<Pair> begin(cuda::Stream stream);
@@ -43,6 +45,8 @@ class TimingLog {
   private:
     std::shared_ptr<Device> device_;
     std::size_t capacity_;
+    std::size_t interval_;
+    std::size_t num_skipped_ = 0;  // since the last that was measured
     std::vector<std::unique_ptr<Pair>> spare_;
     std::deque<std::unique_ptr<Pair>> pending_;
     Totals totals_;

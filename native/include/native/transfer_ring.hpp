@@ -24,8 +24,8 @@ using Ticket = std::uint64_t;
 struct RingOptions {
     std::size_t num_slots = 2;
     std::size_t slot_nbytes = 0;
-    /// Event pairs that measure copies and stalls; 0 measures nothing.
-    std::size_t num_timings = 64;
+    /// One unit in so many has its copies and stall measured; 0 measures none.
+    std::size_t timing_interval = 4;
 };
 
 struct RingStats {

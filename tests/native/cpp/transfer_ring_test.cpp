@@ -9,12 +9,12 @@ constexpr std::size_t kSlot = 40'000;
 struct RingRig : Rig {
     explicit RingRig(FakeOptions options = delayed(), std::size_t num_slots = 2,
                      std::shared_ptr<StagingRing> staging = nullptr)
-        : Rig(options),
+        : Rig(options, 128 * kPage),
           file(200'000),
           source(open(file.path)),
           copies(device),
           compute(device),
-          ring(std::make_shared<TransferRing>(arena, RingOptions{num_slots, kSlot, 8},
+          ring(std::make_shared<TransferRing>(arena, RingOptions{num_slots, kSlot, 1},
                                               copies.handle(), std::move(staging))) {}
 
     std::shared_ptr<const Unit> unit(std::size_t offset, std::size_t nbytes) const {
@@ -172,7 +172,7 @@ TEST("bytes beyond the pinned part come through the staging ring") {
             RingRig rig(delayed(seed), 3, nullptr);
             const auto staging = std::make_shared<StagingRing>(
                 rig.device, rig.host_budget, StagingOptions{3, 8192, 2, prefers_direct});
-            const auto ring = std::make_shared<TransferRing>(rig.arena, RingOptions{3, kSlot, 8},
+            const auto ring = std::make_shared<TransferRing>(rig.arena, RingOptions{3, kSlot, 1},
                                                              rig.copies.handle(), staging);
             (void)rig.source->register_pages(50'000, 20'000, std::size_t{1} << 20);
             for (std::size_t step = 0; step < 12; ++step) {
@@ -196,7 +196,7 @@ TEST("a staged unit whose file was cut fails where it is acquired, and the ring 
     RingRig rig;
     const auto staging = std::make_shared<StagingRing>(rig.device, rig.host_budget,
                                                        StagingOptions{2, 4096, 1, false});
-    const auto ring = std::make_shared<TransferRing>(rig.arena, RingOptions{1, kSlot, 8},
+    const auto ring = std::make_shared<TransferRing>(rig.arena, RingOptions{1, kSlot, 1},
                                                      rig.copies.handle(), staging);
     const WeightFile cut(50'000);
     const auto source = rig.open(cut.path);
@@ -250,16 +250,28 @@ TEST("stalls and copies are measured in device time") {
     CHECK(stats.stalls.milliseconds > 0.9 * stats.copies.milliseconds);
 }
 
-TEST("more units in flight than timings are moved unmeasured") {
+TEST("one unit in four is measured unless more is asked for") {
     RingRig rig(delayed(), 20);
-    (void)rig.source->register_pages(0, 200'000, std::size_t{1} << 20);
+    const auto ring = std::make_shared<TransferRing>(
+        rig.arena, RingOptions{.num_slots = 20, .slot_nbytes = kSlot}, rig.copies.handle(),
+        nullptr);
     for (int step = 0; step < 20; ++step) {
+        (void)*ring->try_submit(rig.unit(0, 1000));
+    }
+    rig.driver->run_all();
+    CHECK_EQUAL(ring->stats().copies.num_measured, 5U);
+    CHECK_EQUAL(ring->stats().copies.num_unmeasured, 15U);
+}
+
+TEST("more units in flight than can be timed are moved unmeasured") {
+    RingRig rig(delayed(), 100);
+    (void)rig.source->register_pages(0, 200'000, std::size_t{1} << 20);
+    for (int step = 0; step < 100; ++step) {
         (void)*rig.ring->try_submit(rig.unit(0, 1000));
     }
     rig.driver->run_all();
-    const RingStats stats = rig.ring->stats();
-    CHECK_EQUAL(stats.copies.num_measured, 8U);
-    CHECK_EQUAL(stats.copies.num_unmeasured, 12U);
+    CHECK_EQUAL(rig.ring->stats().copies.num_measured, 64U);
+    CHECK_EQUAL(rig.ring->stats().copies.num_unmeasured, 36U);
 }
 
 TEST("hostile rings, units and tickets are refused") {
