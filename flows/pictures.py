@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prefect import task
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from flows.run import Run
 from stages.contracts import Record, StageResult
 from stages.media import Settings, write_png
 from stages.report import library_versions
+from stages.rules import escape_for_terminal
+
+logger = logging.getLogger(__name__)
+
+MOST_LISTED = 500
 
 
 class Picture(Record):
@@ -78,6 +85,26 @@ def save_picture(
     path = _save(run.store.read(ref), folder, settings, prompt, seed)
     run.display.saved(str(path))
     return Picture(path=str(path), prompt=prompt, seed=seed, digest=ref.digest)
+
+
+def list_pictures(pictures: Sequence[Picture]) -> None:
+    """Show the run's pictures as a table on the run's page; a server that cannot is no error."""
+    table = [
+        {
+            "file": each.path,
+            "prompt": escape_for_terminal(each.prompt, limit=200),
+            "seed": str(each.seed),  # a browser would round a number of twenty digits
+            "artifact": each.digest[:16],
+        }
+        for each in pictures[:MOST_LISTED]
+    ]
+    description = f"{len(pictures)} pictures"
+    if len(pictures) > len(table):
+        description += f", the first {len(table)} are listed"
+    try:
+        create_table_artifact(table, key="pictures", description=description)
+    except Exception as error:  # whatever the server says, the pictures are there
+        logger.warning("the run's page shows no table of its pictures: %r", error)
 
 
 @task(name="save", task_run_name="save-{seed}", persist_result=False, cache_policy=NO_CACHE)

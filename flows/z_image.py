@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.pictures import Picture, save_picture
+from flows.pictures import Picture, list_pictures, save_picture
 from flows.run import Run, model_settings
 from flows.settings import RunSettings
 from stages import rules
@@ -129,7 +129,7 @@ def z_image(
         latents = [
             denoise(
                 embeds[n],
-                label=f"{short(job.prompts[n])} · {one}",
+                label=f"seed {one}, {short(job.prompts[n])}",
                 seed=one,
                 height=job.height,
                 width=job.width,
@@ -141,11 +141,11 @@ def z_image(
 
     with run.phase("decode", len(jobs)) as decode:
         images = [
-            decode(latents[k], label=f"{short(job.prompts[n])} · {one}")
+            decode(latents[k], label=f"seed {one}, {short(job.prompts[n])}")
             for k, (n, one) in enumerate(jobs)
         ]
 
-    return [
+    pictures = [
         save_picture(
             run,
             image,
@@ -162,6 +162,8 @@ def z_image(
         )
         for k, ((n, one), image) in enumerate(zip(jobs, images, strict=True))
     ]
+    list_pictures(pictures)
+    return pictures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
