@@ -40,8 +40,8 @@ class StageSession:
         launcher: Makes the process.
         timeout_s: Seconds that a request may take once its process is ready; the time that
             it waits for its turn on the device does not count. None: no limit.
-        on_event: Gets each event, in the thread that called `run`. What it raises ends the
-            request and the process.
+        on_event: Gets each event, in the thread that called `run`. The first `Exception` that
+            it raises is logged; the request goes on, and so do the events.
         grace_s: Seconds for a process to end by itself, before SIGTERM and before SIGKILL.
         logger: Gets the process's standard output and error, line by line.
     """
@@ -60,6 +60,7 @@ class StageSession:
         self._launcher = launcher
         self._timeout_s = timeout_s
         self._on_event = on_event
+        self._is_listener_broken = False
         self._grace_s = grace_s
         self._logger = logger or logging.getLogger(f"exeunt.stage.{stage}")
         self._turn = threading.Lock()  # one request at a time
@@ -168,10 +169,7 @@ class StageSession:
                     clock = Clock(self._timeout_s)
                 elif isinstance(event, Progress):
                     clock.is_stopped = event.activity == "waiting"
-                if self._on_event is not None:
-                    self._on_event(event)
-                elif isinstance(event, Warn):
-                    self._logger.warning("%s", event.message)
+                self._tell(event)
                 if isinstance(event, Done | Failed):
                     return event
             if not events and process.is_over():
@@ -184,6 +182,23 @@ class StageSession:
                     f"phase {self.stage} did not {what} within {clock.limit_s:g} s and was killed; "
                     "raise its timeout"
                 )
+
+    def _tell(self, event: Event) -> None:
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+                return
+            except Exception:  # a display's trouble is never the stage's
+                if not self._is_listener_broken:
+                    self._logger.exception(
+                        "phase %s goes on, though not every event of it is shown: its listener "
+                        "failed at a %s event",
+                        self.stage,
+                        event.kind,
+                    )
+                self._is_listener_broken = True
+        if isinstance(event, Warn):
+            self._logger.warning("%s", event.message)
 
     def _cancelled(self) -> StageCancelled:
         return StageCancelled(f"phase {self.stage} was cancelled: its session is closed")

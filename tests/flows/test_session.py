@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,26 @@ def test_events_arrive_in_order_in_the_thread_of_the_caller(launcher: Launcher) 
     assert warning == Warn(message=r"half of \x1b[1mit was cut")
     assert isinstance(done, Done)
     assert threads == {threading.get_ident()}
+
+
+def test_a_listener_that_fails_is_logged_once_and_the_stage_goes_on(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+
+    def on_event(event: Event) -> None:
+        heard.append(event.kind)
+        raise KeyError("no such bar")
+
+    with StageSession("encode", launcher, on_event=on_event) as session:
+        pid = ask(session, "events", 2)["pid"]
+        assert ask(session, "echo", 7) == {"answer": 7, "pid": pid}
+
+    assert heard == ["ready", "progress", "progress", "warn", "done", "done"]
+    first, warning = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "its listener failed at a ready event" in first.message
+    assert first.exc_info is not None and first.exc_info[0] is KeyError
+    assert warning.message == r"half of \x1b[1mit was cut"  # told all the same
 
 
 def test_a_request_and_a_report_may_be_larger_than_a_pipe(launcher: Launcher) -> None:
@@ -308,8 +330,8 @@ def test_a_signal_handler_may_close_the_session_that_it_interrupts(
     assert not is_alive(watcher.pid)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
-def test_an_exception_in_the_caller_kills_the_process_and_goes_on_up(
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_exit_of_the_caller_kills_the_process_and_goes_on_up(
     launcher: Launcher, error: type[BaseException]
 ) -> None:
     watcher = Watcher()
@@ -324,3 +346,38 @@ def test_an_exception_in_the_caller_kills_the_process_and_goes_on_up(
             ask(session, "stick")
 
         assert not is_alive(watcher.pid)
+
+
+def test_an_exception_out_of_a_signal_handler_kills_the_process_and_goes_on_up(
+    launcher: Launcher,
+) -> None:
+    """Such as a timeout's alarm; what a listener itself raises is another matter."""
+    watcher = Watcher()
+    caller = threading.get_ident()
+
+    def interrupt() -> None:
+        watcher.asleep.wait(30)
+        eventually(lambda: "exchange" in functions_of(caller))  # no longer in the listener
+        signal.pthread_kill(caller, signal.SIGUSR1)
+
+    def on_signal(signum: int, frame: object) -> None:
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with StageSession("encode", launcher, on_event=watcher) as session:
+            with pytest.raises(TimeoutError, match="too late"):
+                ask(session, "stick")
+
+            assert not is_alive(watcher.pid)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def functions_of(thread: int) -> list[str]:
+    """Names of the functions that a thread is in."""
+    frame = sys._current_frames()[thread]
+    return [inner.f_code.co_name for inner, _ in traceback.walk_stack(frame)]
