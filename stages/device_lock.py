@@ -19,15 +19,19 @@ _held: dict[Path, int] = {}
 
 
 def lock_path(device: str, home_dir: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The lock file of `cuda` or `cuda:N`.
+    """The lock file of `cuda` or `cuda:N`, named after the device and not after its number here.
 
-    The name follows `CUDA_VISIBLE_DEVICES`, so that two flows that number the same device
-    differently meet in one file; an index and a UUID of one device stay two names.
+    Entry N of `CUDA_VISIBLE_DEVICES`, where it is set, says which device this process calls N:
+    an index or a UUID, kept as it is. So two flows meet in one file although each numbers the
+    device differently. They miss each other when one names it by its index and the other by
+    its UUID, a part of it or a MIG instance, or when their `CUDA_DEVICE_ORDER` differs: only
+    the driver knows that these are one device, and it is not asked.
     """
     index = int(device.partition(":")[2] or 0)
     visible = [entry.strip() for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    name = visible[index] if index < len(visible) and visible[index] else str(index)
-    return Path(home_dir) / "locks" / f"gpu-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.lock"
+    entry = visible[index] if index < len(visible) and visible[index] else str(index)
+    name = str(int(entry)) if entry.isdecimal() else re.sub(r"[^A-Za-z0-9_.-]", "_", entry)
+    return Path(home_dir) / "locks" / f"gpu-{name}.lock"
 
 
 def hold_device(device: str, home_dir: str, on_wait: Callable[[str], None]) -> None:
