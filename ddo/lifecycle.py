@@ -7,21 +7,23 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
 
 from ddo.adapting import Change, Planner
 from ddo.blocks import Block, Inventory, take_inventory
-from ddo.errors import DdoError
+from ddo.buffers import Buffers
+from ddo.claims import SessionError, claim, give_up
 from ddo.hooks import EntryPoints, LayerHooks
 from ddo.metrics import Metrics, OffloadReport
 from ddo.planning import OffloadPlan, unplanned
 from ddo.profile import Recorder
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
+from ddo.steps import Steps
 from ddo.strays import StrayFinder
 from ddo.stream import Streamer
 from ddo.structure import Structure, keep_replaced
@@ -32,20 +34,12 @@ ENTRY_POINTS = ("forward", "encode", "decode")
 _PROFILED_STEPS = 2  # the first shows the order, the second the times of that order
 
 
-class SessionError(DdoError, RuntimeError):
-    """A session is asked for something that its state forbids."""
-
-
 class SessionState(enum.Enum):
     """new -> attached -> detached; a session that fails to attach is detached."""
 
     NEW = "new"
     ATTACHED = "attached"
     DETACHED = "detached"
-
-
-_sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
-_sessions_lock = threading.Lock()
 
 
 class OffloadSession:
@@ -69,12 +63,13 @@ class OffloadSession:
         self._backend = backend
         self._metrics = Metrics(backend=backend)
         self._lock = threading.RLock()
-        self._steps = threading.local()
+        self._steps = Steps(self, settings.max_oom_retries)
         self._num_active = 0
         self._hooks = LayerHooks(self)
         self._entries = EntryPoints(module, entry_points)
         self._undo = ExitStack()
         self._inventory = Inventory(blocks=[], buffers=[], own_memory_bytes=0, placed=[])
+        self._buffers = Buffers()
         self._structure = Structure(module)
         self._planner = Planner(settings, 0, 1.0)  # until the device was asked
         self._plan: OffloadPlan | None = None
@@ -83,6 +78,7 @@ class OffloadSession:
         self._profiled: Recorder | None = None  # of a step that the device may not have finished
         self._num_to_profile = 0
         self._must_stay: dict[str, str] = {}
+        self._placed_before: set[int] = set()
 
     # ---- life ----
 
@@ -102,17 +98,20 @@ class OffloadSession:
             )
         with ExitStack() as stack:
             stack.callback(setattr, self, "state", SessionState.DETACHED)
-            _claim(self)
-            stack.callback(_unclaim, self)
+            claim(self.module, self)
+            stack.callback(give_up, self)
             stack.callback(self._backend.close)
+            # A session that is dropped without detaching must not leave pages pinned.
+            weakref.finalize(self, self._backend.close).atexit = False
             self._planner = Planner(
                 self.settings,
                 self._weight_budget_bytes(),
                 self.settings.link_bytes_per_s or self._backend.measure_link(),
             )
+            self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
             self._take_over()
-            self._entries.install(self._run, self._refuse_moving)
+            self._entries.install(self._steps.run, self._refuse_moving)
             stack.callback(self._entries.remove)
             self._undo = stack.pop_all()
         self.state = SessionState.ATTACHED
@@ -198,9 +197,8 @@ class OffloadSession:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")
         self._planner.take(self._inventory.blocks)
         self._streamer = Streamer(self._backend, self._inventory.blocks, self._metrics)
-        for module, name, found in self._inventory.buffers:
-            if found.device.type == "cpu":
-                module._buffers[name] = found.to(self._backend.device, copy=True)
+        self._buffers = Buffers(self._inventory.buffers)
+        self._buffers.move(self._backend.device)
         self._enforce(self._planner.make())
         self._structure = Structure(self.module)
         self._structure.watch(self._inventory.blocks)
@@ -215,23 +213,15 @@ class OffloadSession:
         self._hooks.remove()
         keep_replaced(self._inventory.blocks)
         self._streamer.clear()
-        self._restore_buffers()
+        self._buffers.restore()
         self._structure.close()
-        self._inventory = Inventory(blocks=[], buffers=[], own_memory_bytes=0, placed=[])
-        self._plan = None
-
-    def _restore_buffers(self) -> None:
-        """Put the buffers back that were found, with the values that they have now."""
-        for module, name, found in self._inventory.buffers:
-            now = module._buffers.get(name)
-            if now is None or now is found:
-                continue
-            if now.shape == found.shape and now.dtype == found.dtype:
-                if not torch.equal(now.to(found.device), found):
-                    found.copy_(now)
-                module._buffers[name] = found
-            else:
-                module._buffers[name] = now.to(found.device)
+        for parameter in self.module.parameters():
+            # Adapters were put beside the weights that they adapt, some of them on the device.
+            if parameter.device == self.device and id(parameter) not in self._placed_before:
+                parameter.data = parameter.data.to("cpu")
+        # What is left of blocks would keep the files mapped; the report needs the counts only.
+        self._inventory = replace(self._inventory, blocks=[], buffers=[])
+        self._streamer = Streamer(self._backend, [], self._metrics)
 
     def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise SessionError for `to`, `cuda`, `half` and the like, unless they change nothing."""
@@ -247,10 +237,20 @@ class OffloadSession:
     # ---- plans ----
 
     def _enforce(self, new: OffloadPlan) -> None:
-        """Make the device hold what the plan says. No step is active."""
+        """Make the device hold what the plan says, or less if it cannot. No step is active."""
         self._hooks.remove()
-        self._plan = new
-        self._streamer.apply(new, self._planner.uses)
+        while True:
+            try:
+                self._plan = new
+                self._streamer.apply(new, self._planner.uses)
+                break
+            except torch.OutOfMemoryError:
+                smaller = self._planner.smaller(new.device_bytes)
+                if smaller is None:
+                    self._structure.forget()  # nothing is held now: the next step starts anew
+                    raise
+            self._planner.budget_bytes, new = smaller
+            self._metrics.fall_back("memory", "the device had less memory than was planned with")
         self._num_to_profile = _PROFILED_STEPS if new.mode == "stream" else 0
         self._install_hooks(everywhere=self._num_to_profile > 0)
 
@@ -294,67 +294,8 @@ class OffloadSession:
 
     # ---- steps ----
 
-    def _run(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run one step; if the device runs out of memory, give weights back and start again."""
-        if getattr(self._steps, "depth", 0):
-            return method(*args, **kwargs)
-        for retry in range(self.settings.max_oom_retries + 1):
-            try:
-                return self._run_once(method, args, kwargs)
-            except torch.OutOfMemoryError as error:
-                smaller = self._smaller_plan() if retry < self.settings.max_oom_retries else None
-                if smaller is None:
-                    error.add_note(
-                        f"offloading held {show_nbytes(self.plan.device_bytes)} of the device for "
-                        "weights; lower device_budget or raise reserve"
-                    )
-                    raise
-            # Here, not above: until the handler ends, its traceback keeps the failed step's
-            # tensors alive, and the memory that is wanted is theirs.
-            self._give_back(smaller)
-        raise AssertionError("the last retry returns or raises")
-
-    def _run_once(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        try:
-            with _Step(self):
-                return method(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if isinstance(error, DdoError) or self.device.type == "cpu":
-                raise
-            return self._find_strays(error, method, args, kwargs)
-
-    def _find_strays(
-        self,
-        error: RuntimeError,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Repeat a failed step, lending weights that are used outside of their own layer."""
-        blocks = self._inventory.blocks
-        finder = StrayFinder([(n, blocks[n]) for n in self._streamer.streamed], self.device)
-        try:
-            with _Step(self), finder:
-                result = method(*args, **kwargs)
-        except Exception:
-            raise error from None
-        if not finder.found:
-            raise error
-        with self._lock:
-            for number in finder.found:
-                name = blocks[number].name
-                self._must_stay[name] = "used outside of its own module's forward"
-                self._metrics.fall_back("stays", f"{name} is {self._must_stay[name]}")
-            self._structure.forget()  # the next step takes the module over anew
-        return result
-
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Look at what has changed since the last step, and expect the first block."""
         with self._lock:
             if self._num_active:
                 self._num_active += 1
@@ -371,7 +312,8 @@ class OffloadSession:
             self._metrics.begin_step(self._streamer.copied_bytes())
             self._num_active = 1
 
-    def _end_step(self, *, is_complete: bool) -> None:
+    def end_step(self, *, is_complete: bool) -> None:
+        """End what an error or interrupt has kept from ending."""
         with self._lock:
             self._hooks.leave_all()
             self._num_active -= 1
@@ -390,7 +332,7 @@ class OffloadSession:
         self._profiled = None
         keep_replaced(self._inventory.blocks)
         self._streamer.clear()
-        self._restore_buffers()
+        self._buffers.restore()
         self._structure.close()
         self._take_over()
         self._metrics.replanned("module changed")
@@ -413,15 +355,17 @@ class OffloadSession:
             if not self._num_to_profile:
                 self._install_hooks(everywhere=False)
 
-    # ---- pressure ----
+    # ---- what goes wrong in a step ----
 
-    def _smaller_plan(self) -> tuple[int, OffloadPlan] | None:
+    def find_smaller(self) -> tuple[int, OffloadPlan] | None:
+        """A smaller budget and its plan."""
         with self._lock:
             if self._num_active or self._plan is None:
                 return None
             return self._planner.smaller(self._plan.device_bytes)
 
-    def _give_back(self, smaller: tuple[int, OffloadPlan]) -> None:
+    def make_smaller(self, smaller: tuple[int, OffloadPlan]) -> None:
+        """Give weights back until the plan is met."""
         with self._lock:
             self._planner.budget_bytes = smaller[0]
             self._metrics.num_repeated += 1
@@ -429,44 +373,21 @@ class OffloadSession:
             self._metrics.fall_back("memory", "a step ran out of device memory and was repeated")
             self._enforce(smaller[1])
 
+    def stray_finder(self) -> StrayFinder | None:
+        """On a device, a way to lend it the weights that are bound to the host."""
+        if self.device.type == "cpu":
+            return None
+        blocks = self._inventory.blocks
+        return StrayFinder([(n, blocks[n]) for n in self._streamer.streamed], self.device)
 
-class _Step:
-    """One outermost entry into the module, in one thread."""
-
-    def __init__(self, session: OffloadSession) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        self._session._begin_step()
-        self._session._steps.depth = 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._session._steps.depth = 0
-        self._session._end_step(is_complete=error is None)
-
-
-def _claim(session: OffloadSession) -> None:
-    """Note that a module and all its parts belong to a session."""
-    parts = list(session.module.modules())
-    with _sessions_lock:
-        for part in parts:
-            if part in _sessions:
-                raise SessionError(
-                    f"{type(part).__name__} is attached already; detach its session first"
-                )
-        for part in parts:
-            _sessions[part] = session
-
-
-def _unclaim(session: OffloadSession) -> None:
-    with _sessions_lock:
-        for part in [part for part, owner in _sessions.items() if owner is session]:
-            del _sessions[part]
+    def keep_strays(self, found: set[int]) -> None:
+        """Let these blocks stay on the device from the next step on."""
+        with self._lock:
+            for number in found:
+                name = self._inventory.blocks[number].name
+                self._must_stay[name] = "used outside of its own module's forward"
+                self._metrics.fall_back("stays", f"{name} is {self._must_stay[name]}")
+            self._structure.forget()
 
 
 def blocks_of(session: OffloadSession) -> list[Block]:

@@ -46,7 +46,8 @@ class FakeBackend:
 
     name = "fake"
 
-    def __init__(self, seed=0, *, limit_bytes=None, eagerness=None):
+    def __init__(self, seed=0, *, limit_bytes=None, eagerness=None, needs_pins=False):
+        self.needs_pins = needs_pins
         self.device = torch.device("cpu")
         self.random = random.Random(seed)
         self.eagerness = self.random.choice([0.0, 0.3, 1.0]) if eagerness is None else eagerness
@@ -83,6 +84,8 @@ class FakeBackend:
         return sum(nbytes for _, nbytes, _ in self.memories)
 
     def prepare(self, copies, target):
+        for copy in copies if self.needs_pins else ():
+            assert self._is_pinned(copy.memory), "a copy would come from pageable memory"
         return [
             (copy.memory, target[copy.target_offset : copy.target_offset + copy.memory.numel()])
             for copy in copies
@@ -162,6 +165,11 @@ class FakeBackend:
         finally:
             self.own.is_busy = False
 
+    def _is_pinned(self, memory):
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self.pinned]
+        return any(low <= begin and end <= high for low, high in spans)
+
     def _called(self, name):
         self.num_calls += 1
         count = self.fail_at.get(name)
@@ -227,7 +235,7 @@ class FakeBackend:
             self.reads.append((begin, end, stream, self._tick(stream)))
 
 
-def _is_view(func):
+def is_view(func):
     """Whether an operator only makes another tensor of the same memory."""
     returned = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
@@ -240,7 +248,7 @@ class _Watch(TorchDispatchMode):
         self.num_reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_quiet = self.backend.own.is_busy or _is_view(func)
+        is_quiet = self.backend.own.is_busy or is_view(func)
         for value in () if is_quiet else tree_iter((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self.backend.read(value)

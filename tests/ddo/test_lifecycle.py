@@ -1,26 +1,33 @@
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import warnings
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from ddo.blocks import NotOwnable
-from ddo.lifecycle import OffloadSession, SessionError, SessionState, blocks_of
+from ddo.blocks import NotOwnable, take_inventory
+from ddo.claims import SessionError
+from ddo.lifecycle import OffloadSession, SessionState, blocks_of
 from ddo.planning import PlanError
 from ddo.settings import OffloadSettings
 from ddo.stream import GradientError
-from tests.ddo.fake_backend import FakeBackend
+from tests.ddo.fake_backend import FakeBackend, is_view
 from tests.ddo.modules import IDS, assert_same, make_net, photograph, run
 
 
-def session_of(net, backend=None, *, budget=16_000, **settings):
+def session_of(net, backend=None, *, budget=16_000, **options):
     """A session whose weights may take `budget` bytes."""
-    settings = {"device_budget": budget + 1, "reserve": 1, "link_rate": "1GB"} | settings
-    return OffloadSession(net, OffloadSettings(**settings), backend or FakeBackend())
+    options = {"device_budget": budget + 1, "reserve": 1, "link_rate": "1GB"} | options
+    return OffloadSession(net, OffloadSettings(**options), backend or FakeBackend())
 
 
 @pytest.fixture
@@ -32,16 +39,17 @@ def net(tmp_path):
 def test_results_are_bit_equal_for_every_budget_and_timing(net, seed):
     draw = random.Random(seed)
     expected = run(net)
-    backend = FakeBackend(seed)
+    backend = FakeBackend(seed, needs_pins=True)
     budget = draw.randint(12_000, 60_000)
     with session_of(net, backend, budget=budget) as session, backend.reading():
         for _ in range(4):
             assert torch.equal(run(net), expected)
         assert session.plan.device_bytes <= budget
-        waits = backend.num_host_waits
+        waits, allocations = backend.num_host_waits, backend.num_allocated
         for _ in range(2):
             assert torch.equal(run(net), expected)
         assert backend.num_host_waits == waits, "the host waits in the steady state"
+        assert backend.num_allocated == allocations, "device memory is allocated in every step"
 
 
 @pytest.mark.parametrize("preset", ["auto", "resident", "stream", "low_memory"])
@@ -396,3 +404,123 @@ def test_hooks_that_compute_weights_come_after_the_weights(net):
     with session_of(net, backend, preset="low_memory", budget=20_000), backend.reading():
         for _ in range(3):
             assert torch.equal(run(net), expected)
+
+
+class HostReads(TorchDispatchMode):
+    """Collects the operators that compute with host memory of streamed weights."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.spans = [
+            (m.found.data_ptr(), m.found.data_ptr() + m.found.nbytes)
+            for block in blocks
+            for m in block.members
+        ]
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not is_view(func):
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    address = value.data_ptr()
+                    if any(low <= address < high for low, high in self.spans):
+                        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", ["stream", "low_memory", "resident"])
+def test_no_operator_computes_with_a_weight_in_host_memory(net, preset):
+    budget = 90_000 if preset == "resident" else 16_000
+    with session_of(net, preset=preset, budget=budget) as session:
+        run(net)
+        with HostReads(blocks_of(session)) as reads:
+            run(net)
+            run(net)
+        assert reads.found == []
+    with HostReads(blocks_before(net)) as reads:
+        run(net)
+    assert reads.found, "the watch sees nothing at all"
+
+
+def blocks_before(net):
+    return take_inventory(net, torch.device("cpu")).blocks
+
+
+def test_a_session_that_is_dropped_unpins_its_pages(tmp_path):
+    net = make_net(tmp_path)
+    backend = FakeBackend()
+    session = session_of(net, backend).attach()
+    del session, net
+    gc.collect()
+    assert backend.is_closed
+
+
+class Programs(RuleBasedStateMachine):
+    """Attach, run, break, adapt and detach in any order: results and module stay what they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net(seed=3, depth=3)
+        self.expected = run(self.net)
+        self.before = photograph(self.net)
+        self.session = None
+
+    @precondition(lambda self: self.session is None)
+    @rule(
+        seed=st.integers(0, 99),
+        budget=st.integers(9_000, 45_000),
+        preset=st.sampled_from(["auto", "stream", "low_memory"]),
+    )
+    def attach(self, seed, budget, preset):
+        backend = FakeBackend(seed, needs_pins=True)
+        self.session = session_of(self.net, backend, budget=budget, preset=preset)
+        try:
+            self.session.attach()
+        except PlanError:
+            self.session = None
+
+    @rule()
+    def run(self):
+        assert torch.equal(run(self.net), self.expected)
+
+    @rule(layer=st.integers(0, 2), name=st.sampled_from(["norm", "up", "down"]))
+    def break_off(self, layer, name):
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        handle = getattr(self.net.layers[layer], name).register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            run(self.net)
+        handle.remove()
+
+    @rule(layer=st.integers(0, 2))
+    def adapt_and_undo(self, layer):
+        base = self.net.layers[layer].up
+        self.net.layers[layer].up = Adapted(base).eval().requires_grad_(False)
+        run(self.net)
+        self.net.layers[layer].up = base
+
+    @rule(layer=st.integers(0, 2))
+    def call_one_layer_alone(self, layer):
+        with torch.no_grad():
+            self.net.layers[layer](torch.zeros(1, 16))
+
+    @precondition(lambda self: self.session is not None)
+    @rule()
+    def detach(self):
+        self.session.detach()
+        self.session = None
+
+    @invariant()
+    def a_detached_module_is_as_it_was_found(self):
+        if self.session is None:
+            assert_same(self.before, photograph(self.net))
+
+    def teardown(self):
+        if self.session is not None:
+            self.session.detach()
+        assert_same(self.before, photograph(self.net))
+
+
+Programs.TestCase.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+TestPrograms = Programs.TestCase
