@@ -1,5 +1,10 @@
 #include "native/copy_batch.hpp"
 
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <string>
 #include <utility>
 
 #include "native/error.hpp"
@@ -7,6 +12,27 @@
 #include "native/sizes.hpp"
 
 namespace exeunt::native {
+
+namespace {
+
+/// Whether a page of the range belongs to a file that is mapped privately.
+bool touches_private_file(std::uint64_t address, std::size_t nbytes) {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        std::uint64_t begin = 0;
+        std::uint64_t end = 0;
+        std::uint64_t inode = 0;
+        char permissions[5] = {};
+        if (std::sscanf(line.c_str(), "%" SCNx64 "-%" SCNx64 " %4s %*s %*s %" SCNu64, &begin, &end,
+                        permissions, &inode) == 4 &&
+            begin < address + nbytes && address < end && permissions[3] == 'p' && inode != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace
 
 HostPages::HostPages(std::shared_ptr<Device> device, void* address, std::size_t nbytes,
                      bool is_read_only)
@@ -18,6 +44,9 @@ HostPages::HostPages(std::shared_ptr<Device> device, void* address, std::size_t 
                         " bytes; round outwards");
     }
     (void)checked_add(begin, nbytes, "the end of host pages");
+    if (touches_private_file(begin, nbytes)) {
+        check(cuda::Status::kNotSupported, "registering a private file mapping");
+    }
     const ContextScope scope(*device_);
     const unsigned flags =
         cuda::kHostRegisterPortable | (is_read_only ? cuda::kHostRegisterReadOnly : 0);

@@ -14,7 +14,9 @@ namespace exeunt::native {
 /// Pages of host memory that belong to the caller, pinned for as long as this lives.
 class HostPages {
   public:
-    /// Throws CudaError when the driver refuses. `address` and `nbytes` are whole host pages.
+    /// Throws CudaError when the driver refuses, and, without asking it, for pages of a private
+    /// file mapping: pinning those copies each page at best, and read-only pinning of them was
+    /// seen never to return. `address` and `nbytes` are whole host pages.
     HostPages(std::shared_ptr<Device> device, void* address, std::size_t nbytes, bool is_read_only);
     ~HostPages();
     HostPages(const HostPages&) = delete;

@@ -1,5 +1,9 @@
 #include "native/copy_batch.hpp"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "rig.hpp"
 
 using namespace exeunt::test;
@@ -68,4 +72,30 @@ TEST("a batch that fails half-way is fenced") {
     ready.synchronize();
     pages.reset();
     rig.check_clean();
+}
+
+TEST("pages of a private file mapping are refused without asking the driver") {
+    Rig rig;
+    const WeightFile file(8 * 4096);
+    const int descriptor = open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
+    CHECK(descriptor >= 0);
+    void* mapped = mmap(nullptr, 8 * 4096, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    CHECK(mapped != MAP_FAILED);
+    const std::uint64_t num_calls = rig.driver->num_calls();
+    for (const bool is_read_only : {true, false}) {
+        try {
+            const HostPages pages(rig.device, static_cast<char*>(mapped) + 4096, 4096,
+                                  is_read_only);
+            CHECK(false);
+        } catch (const CudaError& error) {
+            CHECK(error.status == cuda::Status::kNotSupported);
+        }
+    }
+    CHECK_EQUAL(rig.driver->num_calls(), num_calls);
+    munmap(mapped, 8 * 4096);
+    close(descriptor);
+    std::vector<std::byte> anonymous(3 * 4096);
+    const auto first = reinterpret_cast<std::uintptr_t>(anonymous.data());
+    const HostPages pages(rig.device, reinterpret_cast<void*>((first + 4095) / 4096 * 4096), 4096,
+                          false);
 }
