@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
-
 from stages.contracts import StageRequest, StageResult, canonical_json, json_digest
 
 log = logging.getLogger(__name__)
@@ -65,27 +63,32 @@ def encode_record(request: StageRequest, result: StageResult) -> bytes:
 
 def decode_record(data: bytes, key: str) -> StageRecord | None:
     """A record read back; None with a log line if it cannot be trusted or understood."""
-    if len(data) > MAX_RECORD_NBYTES:
-        return _unusable(key, f"it has more than {MAX_RECORD_NBYTES} bytes")
     try:
-        document = json.loads(data.decode("utf-8"))
-        if document["format"] != RECORD_FORMAT:
-            found = document["format"]
-            return _unusable(key, f"its format is {found!r}, this version reads {RECORD_FORMAT}")
-        if json_digest(document["result"]) != document["result_sha256"]:
-            return _unusable(key, "its result does not match its checksum")
-        digest = document["request_digest"]
-        if json_digest(document["request"]) != digest or not key.endswith(f"/{digest}.json"):
-            return _unusable(key, "its request is not the one it is named after")
-        return StageRecord(
-            request_digest=digest,
-            request=document["request"],
-            result=StageResult.model_validate(document["result"]),
-            created=str(document["created"]),
-            host=str(document["host"]),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        return _unusable(key, f"{type(error).__name__}: {error}")
+        return _read(data, key)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        log.warning("record %s is not used: %s; its stage runs again", key, why)
+        return None
+
+
+def _read(data: bytes, key: str) -> StageRecord:
+    if len(data) > MAX_RECORD_NBYTES:
+        raise ValueError(f"it has more than {MAX_RECORD_NBYTES} bytes")
+    document = json.loads(data.decode("utf-8"))
+    if (found := document["format"]) != RECORD_FORMAT:
+        raise ValueError(f"its format is {found!r}, this version reads {RECORD_FORMAT}")
+    if json_digest(document["result"]) != document["result_sha256"]:
+        raise ValueError("its result does not match its checksum")
+    digest = document["request_digest"]
+    if json_digest(document["request"]) != digest or not key.endswith(f"/{digest}.json"):
+        raise ValueError("its request is not the one it is named after")
+    return StageRecord(
+        request_digest=digest,
+        request=document["request"],
+        result=StageResult.model_validate(document["result"]),
+        created=str(document["created"]),
+        host=str(document["host"]),
+    )
 
 
 def digests_in(data: bytes) -> set[str]:
@@ -94,7 +97,3 @@ def digests_in(data: bytes) -> set[str]:
     A record of a newer version must keep its objects, whatever it looks like.
     """
     return {text.decode() for text in re.findall(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", data)}
-
-
-def _unusable(key: str, why: str) -> None:
-    log.warning("record %s is not used: %s; its stage runs again", key, why)

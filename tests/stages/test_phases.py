@@ -90,7 +90,7 @@ def test_a_component_that_does_not_load_is_an_error(tmp_path: Path) -> None:
     graph = split(FAMILY, "text-to-image")
     config = model_dir / "vae" / "config.json"
     config.write_text(config.read_text().replace('"UpDecoderBlock2D"', '"NoSuchBlock"'))
-    with pytest.raises(ModelError, match="component 'vae' of .* did not load: .*NoSuchBlock"):
+    with pytest.raises(ModelError, match=r"component 'vae' of .* did not load: .*NoSuchBlock"):
         bind(graph, "decode", model_dir, dtype=torch.float32, device="cpu")
 
 

@@ -266,7 +266,7 @@ def test_inspect_refuses_weights_that_do_not_fit_their_configuration(
 
 def test_a_model_that_changed_after_the_request_was_made_is_refused(where: StageContext) -> None:
     stale = request("encode", TEXT, components={"text_encoder": "0" * 64})
-    with pytest.raises(ModelError, match="'text_encoder' .* changed while the run was under way"):
+    with pytest.raises(ModelError, match=r"'text_encoder' .* changed while the run was under way"):
         run_stage(stale, where)
 
 
