@@ -147,7 +147,8 @@ def serve(request_fd: int, event_fd: int, handlers: Callable[[str], Handler] = h
 
 def _answer(run: Run, handlers: Callable[[str], Handler], events: Events) -> bytes:
     """The one line that answers a request, whatever its handler does."""
-    request, context = run.request, run.context
+    # The label is no part of a request's JSON, which is its cache key.
+    request, context = run.request.model_copy(update={"label": run.label}), run.context
     try:
         try:
             handler = handlers(request.stage)

@@ -90,6 +90,22 @@ def test_each_request_gets_exactly_one_answer_in_order() -> None:
     assert [event.report["answer"] for event in (events[0], events[-1])] == [1, 2]
 
 
+def test_a_handler_gets_the_label_although_it_is_no_part_of_a_requests_json() -> None:
+    labels: list[str] = []
+
+    def handler(
+        request: StageRequest, context: StageContext, events: worker.Events
+    ) -> tuple[StageResult, dict[str, Any]]:
+        labels.append(request.label)
+        return StageResult(stage="encode", artifacts={}), {}
+
+    run = Run(request=request("echo"), context=CONTEXT, label="picture 2 of 4")
+
+    serve(run.model_dump_json().encode() + b"\n", lambda stage: handler)
+
+    assert labels == ["picture 2 of 4"]
+
+
 def test_a_line_that_is_no_request_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     code, events = serve(b'{"kind": "run"}\n' + line("echo"))
 
