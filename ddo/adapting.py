@@ -97,12 +97,13 @@ class Planner:
         order = [*seen, *(i for i in self._order if i not in set(seen))]
         is_reordered = order != self._order or list(profile.order) != self.uses
         self._order, self.uses = order, list(profile.order)
-        if profile.compute_s is not None and trust_times:
+        has_times = trust_times and profile.compute_s is not None
+        if trust_times and profile.compute_s is not None:
             self._times_s = profile.compute_s
             self._compute_s = sum(profile.compute_s.values())
         held = reorder(current, self._specs(), self._settings, compute_s=self._compute_s)
         new = held
-        if self._settings.replan:
+        if self._settings.replan and has_times:
             with suppress(PlanError):
                 new = self.make()
         if new.step_s and held.step_s and new.step_s <= _WORTHWHILE * held.step_s:

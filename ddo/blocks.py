@@ -42,7 +42,8 @@ class Member:
         found: Its data when it was found, on the CPU.
         offset: First byte in the block.
         is_mapped: Whether a file holds the same bytes.
-        bound: Address of the data that the module computes with.
+        address: Where the data lie that were found.
+        bound: Where the data lie that the module computes with.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Member:
     found: Tensor
     offset: int = 0
     is_mapped: bool = False
+    address: int = 0
     bound: int = 0
 
     def view(self, memory: Tensor) -> Tensor:
@@ -180,7 +182,11 @@ def take_inventory(module: nn.Module, device: torch.device) -> Inventory:
                 members=[],
                 must_stay=_must_stay(users),
             )
-        groups[key].members.append(Member(names[0], tensor, tensor.data, bound=tensor.data_ptr()))
+        groups[key].members.append(
+            Member(
+                names[0], tensor, tensor.data, address=tensor.data_ptr(), bound=tensor.data_ptr()
+            )
+        )
     blocks = list(groups.values())
     _make_names_unique(blocks)
     own = _lay_out(blocks)

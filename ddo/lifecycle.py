@@ -346,12 +346,15 @@ class OffloadSession:
         self._num_to_profile -= 1
         names = [block.name for block in self._inventory.blocks]
         self._metrics.stall_s = {names[i]: s for i, s in profile.stall_s.items()}
-        found = self._planner.learn(self._plan, profile, trust_times=self._metrics.num_steps > 1)
+        can_trust = self._metrics.num_steps > 1
+        found = self._planner.learn(self._plan, profile, trust_times=can_trust)
         if isinstance(found, Change):
             self._metrics.replanned(found.reason)
             self._enforce(found.plan)
         else:
             self._plan = found
+            if can_trust or profile.compute_s is None:
+                self._num_to_profile = 0
             if not self._num_to_profile:
                 self._install_hooks(everywhere=False)
 

@@ -16,7 +16,8 @@ from itertools import combinations
 from ddo.layout import RingLayout, align_up, lay_out_ring
 from ddo.simulate import Timeline, Use, simulate
 
-_RING_GROWTH = 1.25
+_RING_GROWTH = 1.3
+_SMALLEST_RING = 16  # rings begin at this part of the largest block
 _MAX_SIMULATED_USES = 40_000  # some hundredths of a second of Python
 _SAME = 1e-4  # step times closer than this share are equal: fewer bytes decide
 
@@ -169,14 +170,20 @@ class _Search:
         free = self.budget_nbytes - self.fixed
         rings = [ring_nbytes] if ring_nbytes else list(self._ring_sizes(free))
         for ring in rings:
-            if ring <= free:
-                self.consider(self.spread(ring, free - ring), ring)
+            if ring > free:
+                continue
+            streamed = self.spread(ring, free - ring)
+            if self.best is not None:
+                moved = sum(self.loads[i].nbytes for i in streamed)
+                if moved / self.link.bytes_per_s > self.best.timeline.step_s:
+                    return  # a larger ring streams even more
+            self.consider(streamed, ring)
 
     def _ring_sizes(self, free: int) -> Iterator[int]:
         sizes = sorted({self.loads[i].nbytes for i in self.movable})
         if not sizes:
             return
-        size = float(sizes[0])
+        size = float(max(sizes[0], sizes[-1] // _SMALLEST_RING))
         while size <= free:
             yield align_up(int(size))
             size *= _RING_GROWTH

@@ -8,11 +8,12 @@ what a device adds is only that copies and computation share its memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MAX_STEPS = 96
-_TOLERANCE = 1e-9
+_MIN_STEPS, _MAX_STEPS, _MAX_USES = 12, 64, 4000
+_TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +53,55 @@ class Timeline:
 
 
 def simulate(uses: Sequence[Use]) -> Timeline:
-    """Run steps until two in a row take equally long; at most 96, then their mean counts."""
+    """Run steps until several in a row take equally long; of the most, the last half counts."""
     waits = predecessors([(use.begin, use.end) for use in uses])
-    copied = [use.is_streamed and bool(waits[i]) for i, use in enumerate(uses)]
-    previous = [0.0] * len(uses)
+    moving = [i for i, use in enumerate(uses) if use.is_streamed and waits[i]]
+    copied = [False] * len(uses)
+    for i in moving:
+        copied[i] = True
+    compute_s = sum(use.compute_s for use in uses)
+    if not moving:
+        return Timeline(step_s=compute_s, stalls_s=(0.0,) * len(uses), copied=tuple(copied))
+    # Residents only take time: it is added to the moving block before them.
+    rank = {i: k for k, i in enumerate(moving)}
+    before_s = sum(use.compute_s for use in uses[: moving[0]])
+    blocks = [
+        (
+            uses[i].copy_s,
+            uses[i].compute_s,
+            sum(use.compute_s for use in uses[i + 1 : end]),
+            [(rank[j], is_earlier) for j, is_earlier in waits[i] if j in rank],
+        )
+        for i, end in zip(moving, [*moving[1:], len(uses)], strict=True)
+    ]
+    ends = [0.0] * len(blocks)  # of each block's latest use
+    previous = list(ends)
+    stalls = [0.0] * len(blocks)
     clock = copies_done = 0.0
     durations: list[float] = []
-    stalls = [0.0] * len(uses)
-    while len(durations) < _MAX_STEPS:
+    max_steps = max(_MIN_STEPS, min(_MAX_STEPS, _MAX_USES // len(blocks)))
+    while len(durations) < max_steps and not _is_steady(durations):
         start = clock
-        current = [0.0] * len(uses)
-        for i, use in enumerate(uses):
-            if copied[i]:
-                begin = copies_done
-                for j, is_earlier_step in waits[i]:
-                    begin = max(begin, previous[j] if is_earlier_step else current[j])
-                copies_done = begin + use.copy_s
-                stalls[i] = max(0.0, copies_done - clock)
-                clock += stalls[i]
-            clock += use.compute_s
-            current[i] = clock
-        previous = current
+        clock += before_s
+        for k, (copy_s, use_s, then_s, waiting) in enumerate(blocks):
+            begin = copies_done
+            for j, is_earlier in waiting:
+                end = previous[j] if is_earlier else ends[j]
+                begin = max(begin, end)
+            copies_done = begin + copy_s
+            stalls[k] = copies_done - clock if copies_done > clock else 0.0
+            clock += stalls[k] + use_s
+            ends[k] = clock
+            clock += then_s
+        previous = list(ends)
         durations.append(clock - start)
-        if _is_steady(durations):
-            return Timeline(step_s=durations[-1], stalls_s=tuple(stalls), copied=tuple(copied))
-    half = durations[len(durations) // 2 :]
-    return Timeline(step_s=sum(half) / len(half), stalls_s=tuple(stalls), copied=tuple(copied))
+    steady = durations[-1:] if _is_steady(durations) else durations[len(durations) // 2 :]
+    stalls_s = [0.0] * len(uses)
+    for i, stall in zip(moving, stalls, strict=True):
+        stalls_s[i] = stall
+    return Timeline(
+        step_s=sum(steady) / len(steady), stalls_s=tuple(stalls_s), copied=tuple(copied)
+    )
 
 
 def _is_steady(durations: list[float]) -> bool:
@@ -98,36 +122,24 @@ def predecessors(places: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, boo
         Per place, `(index, is_earlier_step)` of the latest uses that cover its bytes, newest
         first; empty where nothing else overlaps it, so that its bytes stay.
     """
-    count = len(places)
-    found: list[tuple[tuple[int, bool], ...]] = []
     in_ring = [i for i, (begin, end) in enumerate(places) if end > begin]
-    rank = {i: k for k, i in enumerate(in_ring)}
-    for i in range(count):
-        if i not in rank:
-            found.append(())
-            continue
-        open_parts = [places[i]]
-        waits: list[tuple[int, bool]] = []
-        for back in range(1, len(in_ring) + 1):
-            j = in_ring[(rank[i] - back) % len(in_ring)]
-            rest = _subtract(open_parts, *places[j])
-            if rest is not open_parts:
-                waits.append((j, j >= i))
-                open_parts = rest
-            if not open_parts:
-                break
-        found.append(() if [j for j, _ in waits] == [i] else tuple(waits))
+    found: list[tuple[tuple[int, bool], ...]] = [()] * len(places)
+    # Who wrote last, as stretches side by side: stretch k is [starts[k], starts[k + 1]).
+    starts: list[int] = [0]
+    writers: list[tuple[int, int]] = [(-1, -1)]  # step and index
+    for step in (0, 1):
+        for i in in_ring:
+            begin, end = places[i]
+            for cut in (begin, end):
+                at = bisect_left(starts, cut)
+                if at == len(starts) or starts[at] != cut:
+                    starts.insert(at, cut)
+                    writers.insert(at, writers[at - 1])
+            low, high = bisect_left(starts, begin), bisect_left(starts, end)
+            if step == 1:
+                latest = sorted({w for w in writers[low:high] if w[1] >= 0}, reverse=True)
+                if any(j != i for _, j in latest):
+                    found[i] = tuple((j, at_step == 0) for at_step, j in latest)
+            starts[low:high] = [begin]
+            writers[low:high] = [(step, i)]
     return found
-
-
-def _subtract(parts: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The parts without `[begin, end)`; the same list when nothing overlaps."""
-    if not any(low < end and begin < high for low, high in parts):
-        return parts
-    rest: list[tuple[int, int]] = []
-    for low, high in parts:
-        if low < min(begin, high):
-            rest.append((low, min(begin, high)))
-        if max(end, low) < high:
-            rest.append((max(end, low), high))
-    return rest

@@ -67,9 +67,14 @@ class PageFlags:
             table = os.pread(self._file, (last - first + 1) * 8, first * 8)
         except OSError:
             return False
-        return any(
-            entry & _PRESENT and not entry & _OF_FILE for entry in memoryview(table).cast("Q")
-        )
+        if len(table) == 8:
+            entry = int.from_bytes(table, "little")
+            return bool(entry & _PRESENT) and not entry & _OF_FILE
+        if not table:
+            return False
+        entries = torch.frombuffer(bytearray(table), dtype=torch.int64)  # a million pages in 4 GiB
+        is_present = (entries & (_PRESENT - (1 << 64))) != 0
+        return bool((is_present & ((entries & _OF_FILE) == 0)).any())
 
 
 _PAGE = mmap.PAGESIZE

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from ddo.blocks import Block
+from ddo.blocks import Block, Member
 from ddo.source import PageFlags
 
 
@@ -15,13 +15,13 @@ class Structure:
 
     def __init__(self, module: nn.Module) -> None:
         self._known = _parts(module)
-        self._blocks: Sequence[Block] = ()
+        self._members: list[Member] = []
         self._pages: PageFlags | None = None
         self._is_forgotten = False
 
     def watch(self, blocks: Sequence[Block]) -> None:
         """Compare these blocks' weights as well: whether their data are what was bound."""
-        self._blocks = blocks
+        self._members = [member for block in blocks for member in block.members]
         self._pages = PageFlags()
 
     def forget(self) -> None:
@@ -39,21 +39,24 @@ class Structure:
         return (
             not self._is_forgotten
             and _parts(module) == self._known
-            and not any(self._is_touched(block) for block in self._blocks)
+            and not any(member.tensor.data_ptr() != member.bound for member in self._members)
+            and not self._is_rewritten()
         )
 
-    def _is_touched(self, block: Block) -> bool:
-        for member in block.members:
-            if member.tensor.data_ptr() != member.bound:
-                return True
-            # A write to a mapped weight gives its pages to this process. Whoever writes a
-            # weight writes all of it, so that one page tells; the copy to the device would
-            # still read the file.
-            if member.is_mapped and self._pages is not None:
-                middle = member.found.data_ptr() + member.found.nbytes // 2
-                if self._pages.is_private(middle):
-                    return True
-        return False
+    def _is_rewritten(self) -> bool:
+        """Whether a mapped weight was written to while it was bound to the host.
+
+        The write has given its pages to this process, and the copy to the device would still
+        read the file. Whoever writes a weight writes all of it, so that one page tells. A
+        resident weight is bound to the device, where a write needs no notice.
+        """
+        if self._pages is None:
+            return False
+        return any(
+            self._pages.is_private(member.bound + member.found.nbytes // 2)
+            for member in self._members
+            if member.is_mapped and member.bound == member.address
+        )
 
 
 def keep_replaced(blocks: Iterable[Block]) -> list[str]:
@@ -63,7 +66,7 @@ def keep_replaced(blocks: Iterable[Block]) -> list[str]:
         for member in block.members:
             if member.tensor.data_ptr() != member.bound:
                 member.found = member.tensor.data
-                member.bound = member.tensor.data_ptr()
+                member.bound = member.address = member.tensor.data_ptr()
                 names.append(member.name)
     return names
 

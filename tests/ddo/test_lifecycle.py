@@ -400,10 +400,42 @@ def test_hooks_that_compute_weights_come_after_the_weights(net):
     nn.utils.parametrizations.weight_norm(net.layers[3].up)
     net.requires_grad_(False)
     expected = run(net)
-    backend = FakeBackend(4)
-    with session_of(net, backend, preset="low_memory", budget=20_000), backend.reading():
-        for _ in range(3):
+    with session_of(net, preset="low_memory", budget=20_000) as session:
+        for _ in range(2):
             assert torch.equal(run(net), expected)
+        with HostReads(blocks_of(session)) as reads:
+            assert torch.equal(run(net), expected)
+        assert reads.found == []
+
+
+def test_a_layer_that_fails_outside_of_a_step_gives_its_place_back(net):
+    expected = run(net)
+
+    def fail(*_):
+        raise ValueError("broken")
+
+    with session_of(net, preset="low_memory", budget=8_000) as session:
+        run(net)
+        handle = net.layers[2].up.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="broken"):
+            net.layers[2].up(torch.zeros(1, 16))
+        handle.remove()
+        for _ in range(2):
+            assert torch.equal(run(net), expected)
+        assert session.report().ring["num_spilled"] == 0
+
+
+def test_data_that_is_given_to_a_streamed_weight_between_steps_is_used(net):
+    with session_of(net, preset="low_memory", budget=8_000) as session:
+        run(net)
+        data = torch.zeros_like(net.layers[2].up.weight)
+        net.layers[2].up.weight.data = data
+        changed = run(net)
+        assert torch.equal(run(net), changed)
+        assert session.report().num_replans["module changed"] == 1
+        session.detach()
+        assert net.layers[2].up.weight.data_ptr() == data.data_ptr()
+        assert torch.equal(run(net), changed)
 
 
 class HostReads(TorchDispatchMode):
@@ -419,7 +451,8 @@ class HostReads(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not is_view(func):
+        is_transfer = func is torch.ops.aten.copy_.default  # by the device itself
+        if not is_view(func) and not is_transfer:
             for value in tree_iter((args, kwargs)):
                 if isinstance(value, torch.Tensor):
                     address = value.data_ptr()
