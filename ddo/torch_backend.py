@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,12 +105,19 @@ class TorchBackend:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def pin(self, memories: Sequence[Tensor]) -> None:
-        with torch.cuda.device(self.device):
+        with self._context():
             self.pins.pin(memories)
 
     def close(self) -> None:
-        with torch.cuda.device(self.device):
+        with self._context():
             self.pins.close()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The driver's own functions need the device's context in the calling thread."""
+        with torch.cuda.device(self.device):
+            torch.cuda.mem_get_info(self.device)  # the runtime makes it current
+            yield
 
     def free_bytes(self) -> int:
         """Device memory that torch can still get, and what it holds without using it."""
