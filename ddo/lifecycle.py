@@ -6,7 +6,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -19,7 +19,8 @@ from ddo.buffers import Buffers
 from ddo.claims import SessionError, claim, give_up
 from ddo.hooks import EntryPoints, LayerHooks
 from ddo.metrics import Metrics, OffloadReport
-from ddo.planning import OffloadPlan, unplanned
+from ddo.planning import OffloadPlan, PlanError, unplanned
+from ddo.pressure import Pressure
 from ddo.profile import Recorder
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
@@ -72,6 +73,7 @@ class OffloadSession:
         self._buffers = Buffers()
         self._structure = Structure(module)
         self._planner = Planner(settings, 0, 1.0)  # until the device was asked
+        self._pressure = Pressure(0)
         self._plan: OffloadPlan | None = None
         self._streamer = Streamer(backend, [], self._metrics)
         self._recorder: Recorder | None = None  # of the step that runs
@@ -108,6 +110,7 @@ class OffloadSession:
                 self._weight_budget_bytes(),
                 self.settings.link_bytes_per_s or self._backend.measure_link(),
             )
+            self._pressure = Pressure(self._planner.budget_bytes)
             self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
             self._take_over()
@@ -305,6 +308,7 @@ class OffloadSession:
             if not self._structure.is_same(self.module):
                 self._take_over_again()
             self._learn()
+            self._grow()
             self._recorder = None
             if self._num_to_profile and self._profiled is None:
                 self._recorder = Recorder(self._backend)
@@ -358,6 +362,17 @@ class OffloadSession:
             if not self._num_to_profile:
                 self._install_hooks(everywhere=False)
 
+    def _grow(self) -> None:
+        """Take back memory that was given up, if no step has wanted it for a while."""
+        budget = self._pressure.next_budget(self._planner.budget_bytes)
+        if budget is None or not self.settings.replan:
+            return
+        with suppress(PlanError):
+            larger = self._planner.make(budget)
+            self._planner.budget_bytes = budget
+            self._metrics.replanned("memory was left")
+            self._enforce(larger)
+
     # ---- what goes wrong in a step ----
 
     def find_smaller(self) -> tuple[int, OffloadPlan] | None:
@@ -371,6 +386,7 @@ class OffloadSession:
         """Give weights back until the plan is met."""
         with self._lock:
             self._planner.budget_bytes = smaller[0]
+            self._pressure.starved()
             self._metrics.num_repeated += 1
             self._metrics.replanned("out of memory")
             self._metrics.fall_back("memory", "a step ran out of device memory and was repeated")

@@ -316,6 +316,22 @@ def test_a_step_that_runs_out_of_memory_gives_weights_back_and_is_repeated(net):
         assert any(f.what == "memory" for f in report.fallbacks)
 
 
+def test_memory_that_was_given_back_is_taken_again_when_no_step_wants_it(net):
+    expected = run(net)
+    backend = Hungry(times=1)
+    with session_of(net, backend, budget=24_000) as session:
+        run(net)
+        held = session.plan.device_bytes
+        handle = net.layers[3].register_forward_hook(backend.starve)
+        run(net)
+        handle.remove()
+        smaller = session.plan.device_bytes
+        for _ in range(20):
+            assert torch.equal(run(net), expected)
+        assert smaller < session.plan.device_bytes <= held
+        assert session.report().num_replans["memory was left"] == 1
+
+
 def test_a_step_that_never_fits_fails_with_a_remedy_and_the_module_stays_usable(net):
     before = photograph(net)
     expected = run(net)
@@ -416,7 +432,7 @@ def test_a_layer_that_fails_outside_of_a_step_gives_its_place_back(net):
 
     with session_of(net, preset="low_memory", budget=8_000) as session:
         run(net)
-        handle = net.layers[2].up.register_forward_hook(fail)
+        handle = net.layers[2].up.register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="broken"):
             net.layers[2].up(torch.zeros(1, 16))
         handle.remove()
