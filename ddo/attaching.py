@@ -14,6 +14,7 @@ from ddo.lifecycle import ENTRY_POINTS, OffloadSession
 from ddo.routes import GroupSession, OffSession, RouteSession, Session, WholeSession
 from ddo.settings import OffloadSettings
 from ddo.source import associate, materialize
+from ddo.torch_backend import DeviceError
 from ddo.transfer import Backend
 from ddo.weight_files import read_weight_files
 
@@ -99,6 +100,10 @@ def _open_backend(device: torch.device, settings: OffloadSettings) -> tuple[Back
     """The device's backend, and why it is not the native one if it is not."""
     from ddo.backend import open_backend
 
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"no CUDA device is usable, {device} was asked for; use device cpu")
+    if device.type == "cuda":
+        torch.empty(1, device=device)  # torch makes the context that everything else shares
     host = settings.host_budget_bytes
     if host is None:
         host = int(read_host_memory().available_bytes * _PINNED_SHARE)

@@ -7,6 +7,7 @@ from torch import nn
 from ddo.attaching import attach
 from ddo.blocks import NotOwnable
 from ddo.settings import OffloadSettings, SettingsError
+from ddo.torch_backend import DeviceError
 from tests.ddo.fake_backend import FakeBackend
 from tests.ddo.modules import assert_same, load_net, make_net, photograph, run
 from tests.ddo.test_lifecycle import Quantized
@@ -110,5 +111,9 @@ def test_a_compiled_module_is_refused_with_what_to_do(net):
 def test_a_cuda_device_is_refused_where_there_is_none(net):
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
-    with pytest.raises(RuntimeError, match=r"CUDA|cuda|driver"):
+    before = photograph(net)
+    with pytest.raises(DeviceError, match="no CUDA device is usable, cuda was asked for"):
         attach(net, OffloadSettings(device_budget="1GiB"), device="cuda")
+    with pytest.raises(DeviceError, match="weights stream to cuda devices, not to meta"):
+        attach(net, OffloadSettings(device_budget="1GiB"), device="meta")
+    assert_same(before, photograph(net))
