@@ -87,7 +87,7 @@ def test_an_error_in_the_middle_of_a_layer_leaves_no_trace(net, error):
     def interrupt(*_):
         raise error
 
-    with session_of(net) as session:
+    with session_of(net, preset="low_memory", budget=8_000) as session:
         run(net)
         handle = net.layers[2].up.register_forward_hook(interrupt)
         with pytest.raises(error):
@@ -98,6 +98,8 @@ def test_an_error_in_the_middle_of_a_layer_leaves_no_trace(net, error):
         with pytest.raises(error):
             run(net)
         handle.remove()
+        assert torch.equal(run(net), expected)
+        assert session.report().ring["num_spilled"] == 0, "a layer never gave its place back"
         session.detach()
     assert_same(before, photograph(net))
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +132,29 @@ def test_building_on_meta_takes_no_memory_for_weights_and_keeps_buffers():
     assert all(parameter.is_meta for parameter in net.parameters())
     assert not net.inv_freq.is_meta
     assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters())
+
+
+def test_loading_takes_no_anonymous_memory_for_weights(tmp_path):
+    def build():
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+
+    with torch.no_grad():
+        state = {f"{k}.weight": torch.full((1024, 1024), float(k)) for k in range(16)}
+    save_file(state, tmp_path / "model.safetensors")
+    del state
+    gc.collect()
+    before = anonymous_bytes()
+    with load(None, tmp_path, OffloadSettings(), build=build, device="cpu") as session:
+        taken = anonymous_bytes() - before
+        assert session.module[3].weight[0, 0] == 3.0
+    assert taken < 8 << 20, "64 MiB of weights were copied"
+
+
+def anonymous_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not tell")
 
 
 def test_loading_on_a_cpu_keeps_weights_mapped(tmp_path):
