@@ -195,6 +195,10 @@ class OffloadSession:
         return self.settings.weight_budget_bytes(min(budget or free, free))
 
     def _take_over(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # whatever mode the step runs in
+            self._take_over_plainly()
+
+    def _take_over_plainly(self) -> None:
         self._inventory = take_inventory(self.module, self._backend.device)
         for block in self._inventory.blocks:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")

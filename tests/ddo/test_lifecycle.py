@@ -37,6 +37,7 @@ def net(tmp_path):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_results_are_bit_equal_for_every_budget_and_timing(net, seed):
+    """Invariants 1 to 6."""
     draw = random.Random(seed)
     expected = run(net)
     backend = FakeBackend(seed, needs_pins=True)
@@ -69,6 +70,7 @@ def test_results_are_bit_equal_for_every_preset(tmp_path, preset, is_mapped):
 
 
 def test_detach_leaves_the_module_as_it_was_found(net):
+    """Invariant 9."""
     before = photograph(net)
     session = session_of(net).attach()
     run(net)
@@ -334,6 +336,18 @@ def test_memory_that_was_given_back_is_taken_again_when_no_step_wants_it(net):
         assert session.report().num_replans["memory was left"] == 1
 
 
+def test_a_resident_module_streams_when_a_step_wants_its_memory(net):
+    expected = run(net)
+    backend = Hungry(times=3)
+    with session_of(net, backend, budget=60_000) as session:
+        assert session.plan.mode == "resident"
+        handle = net.layers[3].register_forward_hook(backend.starve)
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        handle.remove()
+        assert session.plan.mode == "stream"
+
+
 def test_a_step_that_never_fits_fails_with_a_remedy_and_the_module_stays_usable(net):
     before = photograph(net)
     expected = run(net)
@@ -394,6 +408,17 @@ def test_moving_or_casting_an_attached_module_is_refused(net):
                 change()
         assert torch.equal(run(net), expected)
     net.half()
+
+
+def test_adapters_that_come_in_inference_mode_leave_no_inference_tensor(net):
+    backend = FakeBackend(1)
+    with session_of(net, backend), torch.inference_mode():
+        net(IDS)
+        with torch.inference_mode(False):
+            net.layers[1].up = Adapted(net.layers[1].up).requires_grad_(False)
+        net(IDS)
+        tensors = [*net.parameters(), *net.buffers()]
+    assert not any(tensor.is_inference() for tensor in tensors)
 
 
 def test_steps_may_run_in_inference_mode(net):
@@ -481,6 +506,7 @@ class HostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("preset", ["stream", "low_memory", "resident"])
 def test_no_operator_computes_with_a_weight_in_host_memory(net, preset):
+    """Invariant 7."""
     budget = 90_000 if preset == "resident" else 16_000
     with session_of(net, preset=preset, budget=budget) as session:
         run(net)

@@ -42,6 +42,7 @@ SIZES = [5, 9, 3, 8, 8, 2, 7, 6, 4]
 @pytest.mark.parametrize("capacity", [9, 12, 18, 30, 52])
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_see_their_blocks_whatever_the_timing(seed, capacity):
+    """Invariants 2 and 3, without a wait of the host."""
     backend = FakeBackend(seed)
     ring = make_ring(backend, SIZES, capacity)
     for _ in range(5):
