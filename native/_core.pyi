@@ -350,7 +350,8 @@ class TierResult:
 class HostSource:
     """A weight file as a source of copies."""
 
-    def __init__(self, device: Device, host_budget: HostBudget, file: FileMapping) -> None: ...
+    def __init__(self, device: Device, host_budget: HostBudget, file: FileMapping) -> None:
+        """A mapping serves one source; StateError for a second one."""
     def register_pages(
         self, offset: int, nbytes: int, *, window_bytes: int = 1073741824
     ) -> TierResult:

@@ -11,7 +11,11 @@ namespace exeunt::native {
 
 HostSource::HostSource(std::shared_ptr<Device> device, std::shared_ptr<Budget> host_budget,
                        std::shared_ptr<const FileMapping> file)
-    : device_(std::move(device)), host_budget_(std::move(host_budget)), file_(std::move(file)) {}
+    : device_(std::move(device)), host_budget_(std::move(host_budget)), file_(std::move(file)) {
+    if (!file_->claim()) {
+        throw StateError("a file mapping serves one source: " + file_->path() + "; map it again");
+    }
+}
 
 HostSource::Segments HostSource::pinned_segments() const {
     Segments pinned = segments_;

@@ -155,7 +155,7 @@ void TransferRing::fill(Slot& slot, std::size_t index,
     slot.has_content = false;
     slot.has_unfenced_copies = true;
     ++slot.generation;
-    const cuda::DevicePtr base = slot_address(index);
+    const cuda::DevicePtr base = address_of(index);
     std::size_t direct_bytes = 0;
     for (const Copy& copy : plan->direct) {
         direct_bytes += copy.nbytes;
@@ -283,6 +283,11 @@ SlotState TransferRing::state(std::size_t index) const {
 }
 
 cuda::DevicePtr TransferRing::slot_address(std::size_t slot) const {
+    const std::lock_guard lock(mutex_);
+    return address_of(slot);
+}
+
+cuda::DevicePtr TransferRing::address_of(std::size_t slot) const {
     if (slot >= slots_.size() || !range_) {
         throw StateError("slot " + std::to_string(slot) + " of " + std::to_string(slots_.size()) +
                          " does not exist or is closed");
@@ -293,7 +298,7 @@ cuda::DevicePtr TransferRing::slot_address(std::size_t slot) const {
 dlpack::ManagedTensor* TransferRing::export_slot(std::size_t slot) const {
     const std::lock_guard lock(mutex_);
     refuse_closed();
-    (void)slot_address(slot);
+    (void)address_of(slot);
     return export_view(range_, slot * stride_, options_.slot_nbytes, Hold::kPages);
 }
 

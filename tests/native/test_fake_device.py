@@ -231,3 +231,11 @@ def test_the_stub_names_what_the_module_has() -> None:
             assert members | {"__init__"} == found | {"__init__"}, node.name
     stubbed = {n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     assert stubbed == {name for name in vars(_core) if not name.startswith("_")}
+
+
+def test_the_references_example_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference/native.md").read_text()
+    (snippet,) = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    names: dict[str, object] = {}
+    exec(compile(snippet, "docs/reference/native.md", "exec"), names)
+    names.clear()

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -35,6 +36,9 @@ class FileMapping {
     /// the alignment (4096 bytes, of all three) allow it.
     void read(std::size_t offset, std::byte* target, std::size_t nbytes, bool prefers_direct) const;
 
+    /// True for the first caller only: a source must know of every pinned page of its mapping.
+    [[nodiscard]] bool claim() const noexcept { return !is_claimed_.exchange(true); }
+
     [[nodiscard]] const std::byte* data() const noexcept { return data_; }
     [[nodiscard]] std::size_t nbytes() const noexcept { return identity_.nbytes; }
     [[nodiscard]] const FileIdentity& identity() const noexcept { return identity_; }
@@ -47,6 +51,7 @@ class FileMapping {
     int direct_file_ = -1;  // a second descriptor without the page cache, or -1
     FileIdentity identity_;
     const std::byte* data_ = nullptr;
+    mutable std::atomic<bool> is_claimed_{false};
     Live<ObjectKind::kFile> live_;
 };
 

@@ -44,6 +44,7 @@ struct HostPiece {
 /// A weight file as a source of copies: which of its bytes are pinned, and how. Thread-safe.
 class HostSource {
   public:
+    /// StateError when the mapping has a source already.
     HostSource(std::shared_ptr<Device> device, std::shared_ptr<Budget> host_budget,
                std::shared_ptr<const FileMapping> file);
 

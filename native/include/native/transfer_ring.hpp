@@ -103,6 +103,7 @@ class TransferRing {
 
     // All of these expect mutex_ held.
     void refuse_closed() const;
+    [[nodiscard]] cuda::DevicePtr address_of(std::size_t slot) const;
     Slot& current_slot(Ticket ticket);
     [[nodiscard]] std::optional<std::size_t> next_slot() const;
     void fill(Slot& slot, std::size_t index, const std::shared_ptr<const CopyPlan>& plan);

@@ -126,6 +126,16 @@ TEST("a file that was replaced, touched or cut is refused") {
     CHECK_THROWS(FileChanged, gone_mapping.verify());
 }
 
+TEST("a mapping serves one source, which knows of all that is pinned of it") {
+    Rig rig;
+    const WeightFile file(10'000);
+    const auto mapping = std::make_shared<FileMapping>(file.path);
+    auto source = std::make_shared<HostSource>(rig.device, rig.host_budget, mapping);
+    CHECK_THROWS(StateError, HostSource(rig.device, rig.host_budget, mapping));
+    source.reset();
+    CHECK_THROWS(StateError, HostSource(rig.device, rig.host_budget, mapping));
+}
+
 TEST("files that are none are refused") {
     CHECK_THROWS(FileError, FileMapping("/nonexistent/weights"));
     CHECK_THROWS(SizeError, FileMapping("/dev/null"));

@@ -168,7 +168,6 @@ TEST("pageable bytes arrive too and are counted") {
 TEST("bytes beyond the pinned part come through the staging ring") {
     for (const bool prefers_direct : {false, true}) {
         for (std::uint64_t seed = 0; seed < 5; ++seed) {
-            Rig base;
             RingRig rig(delayed(seed), 3, nullptr);
             const auto staging = std::make_shared<StagingRing>(
                 rig.device, rig.host_budget, StagingOptions{3, 8192, 2, prefers_direct});
