@@ -16,7 +16,7 @@ from ddo.settings import OffloadSettings
 from ddo.source import associate, materialize
 from ddo.torch_backend import DeviceError
 from ddo.transfer import Backend
-from ddo.weight_files import read_weight_files
+from ddo.weight_files import WeightFiles, read_weight_files
 
 _PINNED_SHARE = 0.6  # of what the host has left: pinned pages are lost to everybody else
 
@@ -24,7 +24,7 @@ _PINNED_SHARE = 0.6  # of what the host has left: pinned pages are lost to every
 def attach(
     module: nn.Module,
     settings: OffloadSettings | None = None,
-    source: str | Path | None = None,
+    source: str | Path | WeightFiles | None = None,
     *,
     device: str | torch.device | None = None,
     backend: Backend | None = None,
@@ -37,7 +37,8 @@ def attach(
 
     Args:
         settings: Completed by the `DDO_*` variables if left out.
-        source: For a module on `meta`: the folder or file that holds its weights.
+        source: The folder or file that holds the weights. A module on `meta` is bound to it; of
+            one that has weights it tells where they may have come from.
         device: `cuda` where there is one, else `cpu`.
         backend: In place of the one that `device` means.
         entry_points: Methods of the module that begin a step; those that it lacks are skipped.
@@ -49,9 +50,11 @@ def attach(
         DdoError: See `OffloadSession.attach`; the module is as it was.
     """
     settings = settings or OffloadSettings.from_environment()
+    files = None
     if source is not None:
-        files = read_weight_files(source)
-        materialize(module, files, associate(module, files))
+        files = source if isinstance(source, WeightFiles) else read_weight_files(source)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            materialize(module, files, associate(module, files))
     place = _place(device) if backend is None else backend.device
     if settings.preset == "off":
         return OffSession(module, place, "preset off leaves the module alone").attach()
@@ -63,7 +66,7 @@ def attach(
     reason: str | None = None
     if backend is None:
         backend, reason = _open_backend(place, settings)
-    session = OffloadSession(module, settings, backend, entry_points=entry_points)
+    session = OffloadSession(module, settings, backend, entry_points=entry_points, hints=files)
     if reason is not None:
         session.note("native", reason)
     return session.attach()

@@ -6,26 +6,34 @@ that a module holds beside its children are in use while those run, and stay on 
 
 from __future__ import annotations
 
-import mmap
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ddo.errors import DdoError
+from ddo.host_sources import HostSources, map_shared
 from ddo.layout import BlockLayout, Piece, lay_out_block
 from ddo.planning import BlockSpec
-from ddo.source import FileRange, MappedFiles, byte_view
+from ddo.source import byte_view
 from ddo.transfer import HostCopy
-from ddo.weight_files import FileIdentity, SourceError
+from ddo.weight_files import SourceError, WeightFiles
 
 # These read their children's weights without calling them, or replace the whole call by one
 # fused operator, so that hooks on the children would never run.
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _FIRST_BLOCK_SHARE = 0.05
+
+__all__ = [
+    "Block",
+    "Inventory",
+    "Member",
+    "NotOwnable",
+    "map_shared",
+    "take_inventory",
+    "why_not_ownable",
+]
 
 
 class NotOwnable(DdoError, TypeError):
@@ -37,7 +45,7 @@ class Member:
     """One weight of a block.
 
     Attributes:
-        name: Its first name in the module.
+        names: In the module; several if it is tied.
         tensor: The parameter or buffer object, whose `data` is exchanged.
         found: Its data when it was found, on the CPU.
         offset: First byte in the block.
@@ -46,13 +54,18 @@ class Member:
         bound: Where the data lie that the module computes with.
     """
 
-    name: str
+    names: tuple[str, ...]
     tensor: Tensor
     found: Tensor
     offset: int = 0
     is_mapped: bool = False
     address: int = 0
     bound: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its first name in the module."""
+        return self.names[0]
 
     def view(self, memory: Tensor) -> Tensor:
         """The weight as it lies in a block's memory of shape `(nbytes,)`."""
@@ -155,8 +168,13 @@ def _has_offload_hook(child: nn.Module) -> bool:
     return any("offload" in name for name in hooks)
 
 
-def take_inventory(module: nn.Module, device: torch.device) -> Inventory:
+def take_inventory(
+    module: nn.Module, device: torch.device, hints: WeightFiles | None = None
+) -> Inventory:
     """The blocks of a module, each weight in exactly one of them.
+
+    Args:
+        hints: Files that the weights may have come from; see `ddo.host_sources`.
 
     Raises:
         NotOwnable: See `why_not_ownable`.
@@ -184,12 +202,16 @@ def take_inventory(module: nn.Module, device: torch.device) -> Inventory:
             )
         groups[key].members.append(
             Member(
-                names[0], tensor, tensor.data, address=tensor.data_ptr(), bound=tensor.data_ptr()
+                tuple(names),
+                tensor,
+                tensor.data,
+                address=tensor.data_ptr(),
+                bound=tensor.data_ptr(),
             )
         )
     blocks = list(groups.values())
     _make_names_unique(blocks)
-    own = _lay_out(blocks)
+    own = _lay_out(blocks, HostSources(hints))
     _keep_first(blocks)
     buffers = [
         (child, name, buffer)
@@ -253,10 +275,8 @@ def _keep_first(blocks: list[Block]) -> None:
         blocks[0].must_stay = "first weight, which tells callers the module's device"
 
 
-def _lay_out(blocks: list[Block]) -> int:
+def _lay_out(blocks: list[Block], sources: HostSources) -> int:
     """Find each weight's bytes and place them in its block; returns bytes without a file."""
-    mapped = MappedFiles()
-    files: dict[str, tuple[int, Tensor] | None] = {}
     own_bytes = 0
     for block in blocks:
         pieces: list[Piece] = []
@@ -265,11 +285,11 @@ def _lay_out(blocks: list[Block]) -> int:
             memory = byte_view(member.found)
             if memory is None:
                 raise NotOwnable(f"weight {member.name!r} shares elements; make it contiguous")
-            source = mapped.find(memory.data_ptr(), memory.numel())
-            shared = _shared(source, files) if source is not None else None
-            if source is not None and shared is not None:
-                key, offset = shared[0], source.offset
-                memories[key] = shared[1]
+            # A file holds its tensors in the order of their axes.
+            names = member.names if member.found.is_contiguous() else ()
+            source = sources.locate(names, memory)
+            if source is not None:
+                key, offset, memories[key] = source
                 member.is_mapped = True
             else:
                 key, offset = -1 - len(pieces), 0
@@ -284,33 +304,3 @@ def _lay_out(blocks: list[Block]) -> int:
             for c in block.layout.copies
         )
     return own_bytes
-
-
-def _shared(
-    source: FileRange, files: dict[str, tuple[int, Tensor] | None]
-) -> tuple[int, Tensor] | None:
-    """The file as bytes in a shared, read-only mapping, whose pages are the page cache's own."""
-    if source.path not in files:
-        files[source.path] = None
-        memory = map_shared(Path(source.path), source.identity)
-        if memory is not None:
-            files[source.path] = (len(files), memory)
-    return files[source.path]
-
-
-def map_shared(path: Path, identity: FileIdentity) -> Tensor | None:
-    """A file's bytes, read-only, shape `(size,)`; None if it is no longer that file.
-
-    A device may read such pages directly where they are: a private mapping would be copied page
-    by page. Writing through the tensor is a segmentation fault.
-    """
-    try:
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        if FileIdentity.of(path) != identity:
-            return None
-    except (OSError, ValueError):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written is the point
-        return torch.frombuffer(mapping, dtype=torch.uint8)

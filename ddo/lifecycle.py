@@ -29,6 +29,7 @@ from ddo.strays import StrayFinder
 from ddo.stream import Streamer
 from ddo.structure import Structure, keep_replaced
 from ddo.transfer import Backend
+from ddo.weight_files import WeightFiles
 
 ENTRY_POINTS = ("forward", "encode", "decode")
 
@@ -48,6 +49,10 @@ class OffloadSession:
 
     Results do not depend on it: weights move as bytes, and every layer computes with all of
     its own. Steps may run in several threads; plans change when none is running.
+
+    Args:
+        entry_points: Methods of the module that begin a step.
+        hints: Files that the weights may have come from.
     """
 
     def __init__(
@@ -57,11 +62,13 @@ class OffloadSession:
         backend: Backend,
         *,
         entry_points: Sequence[str] = ENTRY_POINTS,
+        hints: WeightFiles | None = None,
     ) -> None:
         self.module = module
         self.settings = settings
         self.state = SessionState.NEW
         self._backend = backend
+        self._hints = hints
         self._metrics = Metrics(backend=backend)
         self._lock = threading.RLock()
         self._steps = Steps(self, settings.max_oom_retries)
@@ -199,7 +206,7 @@ class OffloadSession:
             self._take_over_plainly()
 
     def _take_over_plainly(self) -> None:
-        self._inventory = take_inventory(self.module, self._backend.device)
+        self._inventory = take_inventory(self.module, self._backend.device, self._hints)
         for block in self._inventory.blocks:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")
         self._planner.take(self._inventory.blocks)

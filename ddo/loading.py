@@ -57,7 +57,7 @@ def load(
         module = _from_pretrained(model_class, Path(directory), files, dtype)
     refuse_uninitialised(module)
     module.eval().requires_grad_(False)
-    return attach(module, settings, device=device, **attach_options)
+    return attach(module, settings, files, device=device, **attach_options)
 
 
 def _from_pretrained(
