@@ -146,7 +146,9 @@ class NativeBackend:
             memory.commit()
         except native.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(str(error)) from error
-        streams = [self.stream(), self._copy_stream.handle]
+        # The tensor may outlive this object: it keeps streams of ours, and torch's never end.
+        compute = self._host_stream or self.stream()
+        streams = [compute, self._copy_stream]
         found: Tensor = from_dlpack(memory.export(streams=streams))
         return found
 

@@ -267,12 +267,13 @@ class Range:
         offset: int = 0,
         nbytes: int | None = None,
         hold: Hold = ...,
-        streams: Sequence[int] = ...,
+        streams: Sequence[Stream | int] = ...,
     ) -> CapsuleType:
         """A DLPack capsule of uint8, shape `(nbytes,)`, without a copy.
 
         Of the fake driver it is a CPU tensor. The consumer's tensor keeps what `hold` says; when
-        it ends, the work that `streams` have then counts as a use, as by `record_use`.
+        it ends, the work that `streams` have then counts as a use, as by `record_use`. A
+        `Stream` is kept alive until then; a stream given by its handle has to outlive the view.
         """
 
 @final

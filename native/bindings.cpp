@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "native/arena.hpp"
@@ -35,6 +36,18 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 using NoGilDestructor = py::release_gil_before_calling_cpp_dtor;
 
 cuda::Stream to_stream(std::uint64_t handle) { return reinterpret_cast<cuda::Stream>(handle); }
+
+using StreamOrHandle = std::variant<std::shared_ptr<Stream>, std::uint64_t>;
+
+ViewStream to_view_stream(const StreamOrHandle& stream) {
+    if (const auto* owned = std::get_if<std::shared_ptr<Stream>>(&stream)) {
+        if (*owned == nullptr) {
+            throw py::type_error("a view's stream is None; give a Stream or a handle");
+        }
+        return {(*owned)->handle(), *owned};
+    }
+    return {to_stream(std::get<std::uint64_t>(stream)), nullptr};
+}
 
 template <typename... Arguments>
 void raise(const char* name, const Error& error, Arguments&&... arguments) {
@@ -298,15 +311,15 @@ void bind_arena(py::module_& m) {
             "export",
             [](const std::shared_ptr<Range>& range, std::size_t offset,
                std::optional<std::size_t> nbytes, Hold hold,
-               const std::vector<std::uint64_t>& streams) {
+               const std::vector<StreamOrHandle>& streams) {
                 dlpack::ManagedTensor* view = nullptr;
                 {
                     const py::gil_scoped_release unlocked;
                     const std::size_t rest =
                         offset < range->nbytes() ? range->nbytes() - offset : 0;
-                    std::vector<cuda::Stream> users;
-                    for (const std::uint64_t stream : streams) {
-                        users.push_back(to_stream(stream));
+                    std::vector<ViewStream> users;
+                    for (const StreamOrHandle& stream : streams) {
+                        users.push_back(to_view_stream(stream));
                     }
                     view =
                         export_view(range, offset, nbytes.value_or(rest), hold, std::move(users));
@@ -314,7 +327,7 @@ void bind_arena(py::module_& m) {
                 return to_capsule(view);
             },
             py::kw_only(), "offset"_a = 0, "nbytes"_a = py::none(), "hold"_a = Hold::kPages,
-            "streams"_a = std::vector<std::uint64_t>{});
+            "streams"_a = std::vector<StreamOrHandle>{});
     py::class_<TorchRoute>(m, "TorchRoute", NoGilDestructor())
         .def(py::init<std::shared_ptr<Arena>>(), Unlocked(), py::arg("arena").none(false))
         .def("close", &TorchRoute::close, Unlocked());

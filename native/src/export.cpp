@@ -10,17 +10,23 @@ namespace {
 
 /// Owns what a view needs; the view's context points to it.
 struct ExportRecord {
-    ExportRecord(std::shared_ptr<Range> viewed, Hold kind, std::vector<cuda::Stream> users)
+    ExportRecord(std::shared_ptr<Range> viewed, Hold kind, std::vector<ViewStream> users)
         : range(std::move(viewed)), hold(kind), streams(std::move(users)) {
         range->add_export(hold);
     }
-    ~ExportRecord() { range->drop_export(hold, streams); }
+    ~ExportRecord() {
+        std::vector<cuda::Stream> handles;
+        for (const ViewStream& stream : streams) {
+            handles.push_back(stream.handle);
+        }
+        range->drop_export(hold, handles);
+    }
     ExportRecord(const ExportRecord&) = delete;
     ExportRecord& operator=(const ExportRecord&) = delete;
 
     std::shared_ptr<Range> range;
     Hold hold;
-    std::vector<cuda::Stream> streams;
+    std::vector<ViewStream> streams;
     std::int64_t shape = 0;
     std::int64_t stride = 1;
     dlpack::ManagedTensor managed{};
@@ -34,8 +40,7 @@ void end_view(dlpack::ManagedTensor* self) {
 }  // namespace
 
 dlpack::ManagedTensor* export_view(const std::shared_ptr<Range>& range, std::size_t offset,
-                                   std::size_t nbytes, Hold hold,
-                                   std::vector<cuda::Stream> streams) {
+                                   std::size_t nbytes, Hold hold, std::vector<ViewStream> streams) {
     check_within(offset, nbytes, range->nbytes(), "a view");
     auto record = std::make_unique<ExportRecord>(range, hold, std::move(streams));
     const Device& device = *range->arena()->device();

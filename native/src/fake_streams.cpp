@@ -164,7 +164,11 @@ void FakeDriver::enqueue_locked(Queue& queue, Operation operation) {
 
 FakeDriver::Queue* FakeDriver::find_queue(cuda::Stream stream) {
     const auto found = queues_.find(reinterpret_cast<std::uint64_t>(stream));
-    return found == queues_.end() ? nullptr : &found->second;
+    if (found == queues_.end()) {
+        violations_.emplace_back("a call used a stream that is gone");  // a GPU's driver crashes
+        return nullptr;
+    }
+    return &found->second;
 }
 
 std::shared_ptr<FakeDriver::FakeEvent> FakeDriver::find_event(cuda::Event event) {

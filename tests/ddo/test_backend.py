@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,18 +28,25 @@ MakeBackend = Callable[..., NativeBackend]
 
 
 @pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
-def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
+def make_backend(request: pytest.FixtureRequest) -> Iterator[MakeBackend]:
+    drivers: list[native.FakeDriver] = []
+
     def make(seed: int = 0, limit_bytes: int = 64 * MIB) -> NativeBackend:
         if request.param == "fake":
+            drivers.append(fake_driver(seed))
             return NativeBackend(
-                fake_driver(seed),
+                drivers[-1],
                 torch.device("cpu"),
                 limit_bytes=limit_bytes,
                 host_budget_bytes=64 * MIB,
             )
         return cuda_backend(limit_bytes)
 
-    return make
+    yield make
+    gc.collect()
+    for driver in drivers:
+        driver.run_all()
+        assert driver.violations() == []
 
 
 def cuda_backend(limit_bytes: int) -> NativeBackend:
@@ -101,6 +108,16 @@ def test_memory_beyond_the_limit_is_torchs_own_error(make_backend: MakeBackend) 
     del held
     again = backend.allocate(8 * MIB)
     assert again.numel() == 8 * MIB
+
+
+def test_memory_may_outlive_its_backend(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    memory = backend.allocate(MIB)
+    del backend
+    gc.collect()
+    memory.fill_(3)
+    assert int(memory.max()) == 3
+    del memory
 
 
 def test_dropped_memory_outlasts_the_copies_into_it(

@@ -50,12 +50,19 @@ static_assert(sizeof(ManagedTensor) == 64);
 
 }  // namespace dlpack
 
+/// A stream whose work a view waits for when it ends. A borrowed stream has to outlive the view, as
+/// torch's do, which are never destroyed; an owned one is kept alive by it.
+struct ViewStream {
+    cuda::Stream handle = nullptr;
+    std::shared_ptr<const Stream> owner;
+};
+
 /// A view of `[offset, offset + nbytes)` of a committed range as uint8, shape `(nbytes,)`, without
 /// a copy. The caller owns it and ends it by its deleter, from any thread. Device memory of the
 /// fake driver is host memory and says so. When the view ends, the work that `streams` have then
 /// counts as a use of the range: so memory may be dropped while kernels that read it are queued.
 [[nodiscard]] dlpack::ManagedTensor* export_view(const std::shared_ptr<Range>& range,
                                                  std::size_t offset, std::size_t nbytes, Hold hold,
-                                                 std::vector<cuda::Stream> streams = {});
+                                                 std::vector<ViewStream> streams = {});
 
 }  // namespace exeunt::native

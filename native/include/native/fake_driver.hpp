@@ -34,7 +34,7 @@ struct FakeOptions {
 /// which it is mapped, and touching an unmapped address faults. Streams are queues whose heads run
 /// in an order drawn from the seed, each as late as the option says; copies read their source
 /// when they run, as a DMA engine would, unless the source is pageable. What correct use never
-/// does (an unmap under pending work, a copy whose source was unregistered) is written down in
+/// does (an unmap under pending work, the use of a stream that is gone) is written down in
 /// `violations()`.
 class FakeDriver final : public Driver {
   public:

@@ -288,7 +288,7 @@ TEST("invariant 3: a view that names its streams outlasts their work when it is 
     {
         const auto range = rig.arena->reserve(kPage, 256, DeviceUse::kWeights);
         range->commit();
-        view = export_view(range, 0, kPage, Hold::kPages, {stream.handle()});
+        view = export_view(range, 0, kPage, Hold::kPages, {{stream.handle(), nullptr}});
     }
     const auto copy =
         rig.read(reinterpret_cast<cuda::DevicePtr>(view->tensor.data), kPage, stream.handle());
@@ -296,5 +296,18 @@ TEST("invariant 3: a view that names its streams outlasts their work when it is 
     CHECK_EQUAL(rig.arena->collect(), 0U);
     rig.driver->run_all();
     CHECK_EQUAL(rig.arena->collect(), kPage);
+    rig.check_clean();
+}
+
+TEST("a view keeps the streams that it owns until it ends") {
+    Rig rig(delayed());
+    auto stream = std::make_shared<Stream>(rig.device);
+    const auto range = rig.arena->reserve(kPage, 256, DeviceUse::kWeights);
+    range->commit();
+    dlpack::ManagedTensor* view =
+        export_view(range, 0, kPage, Hold::kPages, {{stream->handle(), stream}});
+    stream.reset();
+    end_view(view);
+    rig.driver->run_all();
     rig.check_clean();
 }

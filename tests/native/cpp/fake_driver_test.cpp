@@ -147,3 +147,12 @@ TEST("a call that is to fail is not made and the next one is") {
     CHECK(raw.driver.fault_was_delivered());
     CHECK(raw.driver.event_create(&second, 0) == cuda::Status::kSuccess);
 }
+
+TEST("the fake notices the use of a stream that is gone") {
+    Raw raw;
+    cuda::Event event = nullptr;
+    CHECK(raw.driver.event_create(&event, 0) == cuda::Status::kSuccess);
+    CHECK(raw.driver.stream_destroy(raw.stream) == cuda::Status::kSuccess);
+    CHECK(raw.driver.event_record(event, raw.stream) == cuda::Status::kInvalidHandle);
+    CHECK_EQUAL(raw.driver.violations().size(), 1U);
+}
