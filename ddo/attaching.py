@@ -14,7 +14,7 @@ from ddo.lifecycle import ENTRY_POINTS, OffloadSession
 from ddo.routes import GroupSession, OffSession, RouteSession, Session, WholeSession
 from ddo.settings import OffloadSettings
 from ddo.source import associate, materialize
-from ddo.torch_backend import DeviceError
+from ddo.torch_backend import DeviceError, TorchBackend
 from ddo.transfer import Backend
 from ddo.weight_files import WeightFiles, read_weight_files
 
@@ -101,8 +101,6 @@ def _other_route(
 
 def _open_backend(device: torch.device, settings: OffloadSettings) -> tuple[Backend, str | None]:
     """The device's backend, and why it is not the native one if it is not."""
-    from ddo.backend import open_backend
-
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"no CUDA device is usable, {device} was asked for; use device cpu")
     if device.type == "cuda":
@@ -113,5 +111,9 @@ def _open_backend(device: torch.device, settings: OffloadSettings) -> tuple[Back
     limit = settings.device_budget_bytes
     if limit is None:
         limit, _ = torch.cuda.mem_get_info(device)
+    try:
+        from ddo.backend import open_backend
+    except ImportError as error:
+        return TorchBackend(device, host), f"the native extension cannot be imported: {error}"
     opened = open_backend(device, limit_bytes=limit, host_budget_bytes=host)
     return opened.backend, opened.fallback_reason

@@ -316,7 +316,7 @@ class OffloadSession:
                 self._recorder = None  # what it would see are two steps at once
                 self._metrics.fall_back("threads", "two threads ran steps at once")
                 return
-            if not self._structure.is_same(self.module):
+            if not self._structure.is_same():
                 self._take_over_again()
             self._learn()
             self._grow()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +16,12 @@ class Structure:
     """The modules, weights and buffers of a module at one moment. Quick to compare."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._known = _parts(module)
+        children = list(module.modules())
+        self._tables: list[dict[str, Any]] = [
+            table for child in children for table in (child._modules, child._parameters)
+        ]
+        self._buffers = [child._buffers for child in children]
+        self._known = self._parts()
         self._members: list[Member] = []
         self._pages: PageFlags | None = None
         self._is_forgotten = False
@@ -34,14 +41,22 @@ class Structure:
             self._pages.close()
             self._pages = None
 
-    def is_same(self, module: nn.Module) -> bool:
+    def is_same(self) -> bool:
         """Whether no layer, weight or buffer was added, removed, replaced or rewritten."""
         return (
             not self._is_forgotten
-            and _parts(module) == self._known
+            and self._parts() == self._known
             and not any(member.tensor.data_ptr() != member.bound for member in self._members)
             and not self._is_rewritten()
         )
+
+    def _parts(self) -> tuple[list[int], int]:
+        """Identities of all modules and weights in their tables, and the number of buffers.
+
+        Made before every step, while the device has nothing to do: no loop of Python's own.
+        """
+        entries = chain.from_iterable(map(dict.values, self._tables))
+        return list(map(id, entries)), sum(map(len, self._buffers))
 
     def _is_rewritten(self) -> bool:
         """Whether a mapped weight was written to while it was bound to the host.
@@ -69,22 +84,3 @@ def keep_replaced(blocks: Iterable[Block]) -> list[str]:
                 member.bound = member.address = member.tensor.data_ptr()
                 names.append(member.name)
     return names
-
-
-def _parts(module: nn.Module) -> list[tuple[int, ...]]:
-    """Identities of all modules and of what each of them holds."""
-    parts: list[tuple[int, ...]] = []
-    seen: set[int] = set()
-    todo = [module]
-    while todo:
-        child = todo.pop()
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        children = [m for m in child._modules.values() if m is not None]
-        todo += children
-        parts.append(
-            (id(child), *map(id, children), *map(id, child._parameters.values()),
-             len(child._buffers))
-        )  # fmt: skip
-    return parts

@@ -25,7 +25,7 @@ from torch import nn
 
 import ddo
 
-_RESERVE = "2GiB"  # for the context, activations and workspaces of a 4096-token step
+_RESERVE = "1.5GiB"  # for activations and workspaces of a 4096-token step
 _sessions: list[Any] = []  # a session ends with its process
 
 
