@@ -10,29 +10,36 @@ from torch import nn
 from stages.miniature.recipe import IMAGE_SIZE_PX
 from stages.miniature.tokenizer import VOCAB_SIZE, train_tokenizer
 
-LATENT_CHANNELS = 8
+LATENT_CHANNELS = 16
 _TEXT_DIM = 128
 
 
 def build_vae() -> Any:
-    """An `AutoencoderKL` of factor 8: `(B, 3, 128, 128)` to `(B, 8, 16, 16)` and back."""
+    """An `AutoencoderKL` of factor 8: `(B, 3, 128, 128)` to `(B, 16, 16, 16)` and back.
+
+    Every residual branch starts at zero, so that training starts from a nearly linear network."""
     import diffusers
 
-    return diffusers.AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 16, 32, 64),
+        block_out_channels=(16, 24, 32, 48),
         layers_per_block=1,
         latent_channels=LATENT_CHANNELS,
-        norm_num_groups=8,
+        norm_num_groups=4,
         sample_size=IMAGE_SIZE_PX,
         use_quant_conv=False,
         use_post_quant_conv=False,
         scaling_factor=1.0,
         shift_factor=0.0,
     )
+    for name, module in vae.named_modules():
+        if name.endswith((".conv2", ".to_out.0")):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+    return vae
 
 
 def build_text_encoder() -> Any:

@@ -31,8 +31,8 @@ _UNRELATED_SHARE = 0.02  # captions that say nothing of the picture: any scene i
 class Captions:
     """All captions that fill the same multiple of 32 tokens.
 
-    Token ids `(M, L)` int64 padded with 0, lengths `(M,)`, and the picture that each describes,
-    `(M,)`, an index into the pictures.
+    Token ids `(M, L)` int16 padded with 0, lengths `(M,)` int16, and the picture that each
+    describes, `(M,)` int32, an index into the pictures.
     """
 
     ids: Tensor
@@ -75,8 +75,7 @@ def make_corpus(
     figures, backgrounds, ids, lengths = (
         torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*chunks, strict=True)
     )
-    ids, lengths = ids.long(), lengths.long()
-    picture = torch.arange(num_pictures).repeat_interleave(captions_each)
+    picture = torch.arange(num_pictures, dtype=torch.int32).repeat_interleave(captions_each)
     captions = {}
     for padded in range(PAD_MULTIPLE, MAX_CAPTION_TOKENS + 1, PAD_MULTIPLE):
         chosen = (lengths > padded - PAD_MULTIPLE) & (lengths <= padded)

@@ -37,24 +37,24 @@ def pack(placements: Sequence[Placement]) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows, dtype=torch.float32), torch.tensor(backgrounds)
 
 
-def render(figures: Tensor, backgrounds: Tensor) -> Tensor:
-    """Draw packed placements where they lie.
+def render(figures: Tensor, backgrounds: Tensor, *, size_px: int = IMAGE_SIZE_PX) -> Tensor:
+    """Draw the top left `size_px` square of packed placements, on the device where they lie.
 
     Returns:
-        Pictures `(B, 3, 128, 128)` float32 in 0..1, on the device of `figures`.
+        Pictures `(B, 3, size_px, size_px)` float32 in 0..1.
     """
     device = figures.device
     palette = _palette(device)
-    centres = torch.arange(IMAGE_SIZE_PX, dtype=torch.float32, device=device) + 0.5
-    picture = palette[backgrounds][:, :, None, None].expand(-1, -1, IMAGE_SIZE_PX, IMAGE_SIZE_PX)
+    centres = torch.arange(size_px, dtype=torch.float32, device=device) + 0.5
+    picture = palette[backgrounds][:, :, None, None].expand(-1, -1, size_px, size_px)
     for slot in range(figures.shape[1]):
         kind, colour, x, y, radius = figures[:, slot].unbind(-1)
         # in units of the radius, relative to the centroid
         across = ((centres[None, None, :] - x[:, None, None]) / radius[:, None, None]).expand(
-            -1, IMAGE_SIZE_PX, -1
+            -1, size_px, -1
         )
         down = ((centres[None, :, None] - y[:, None, None]) / radius[:, None, None]).expand(
-            -1, -1, IMAGE_SIZE_PX
+            -1, -1, size_px
         )
         distance = torch.full_like(across, torch.inf)
         for index, shape in enumerate(SHAPES):

@@ -17,18 +17,22 @@ from random import Random
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from stages.miniature.build import build_pipeline, save_pipeline
 from stages.miniature.captions import describe
 from stages.miniature.data import Corpus, make_corpus
-from stages.miniature.grammar import Scene, sample_scene
+from stages.miniature.draw import pack
+from stages.miniature.grammar import Scene, place, sample_scene
 from stages.miniature.recipe import GUIDANCE_SCALE, NUM_INFERENCE_STEPS
-from stages.miniature.sample import sample
+from stages.miniature.sample import decode, sample
 from stages.miniature.train_denoiser import DenoiserTrainer
 from stages.miniature.train_vae import KL_WEIGHT, encode, train_vae
 
 _log = logging.getLogger("miniature")
+
+_MIN_RECONSTRUCTED = 0.9
 
 Judge = Callable[[Any, Scene], Any]
 
@@ -45,7 +49,8 @@ def main() -> None:
         {k: len(v.ids) for k, v in corpus.captions.items()},
     )
     pipeline.to(options.device)
-    if pipeline.vae.config.scaling_factor == 1.0:  # only an untrained one has it
+    judge = _judge(options.judge)
+    if "vae" in options.parts and not _state_file(options.out).exists():
         train_vae(
             pipeline.vae,
             corpus,
@@ -53,10 +58,12 @@ def main() -> None:
             batch_size=options.vae_batch,
             seed=options.seed,
             kl_weight=options.kl_weight,
+            learning_rate=options.vae_learning_rate,
         )
         save_pipeline(pipeline, options.out)
-    judge = _judge(options.judge)
-    if options.minutes > 0:
+        if judge is not None:
+            _check_vae(pipeline.vae, judge)
+    if "denoiser" in options.parts:
         _train_denoiser(pipeline, corpus, judge, options)
 
 
@@ -72,7 +79,7 @@ def _train_denoiser(
         learning_rate=options.learning_rate,
         compile_layers=options.compile,
     )
-    state_file = options.out.with_suffix(".state.pt")
+    state_file = _state_file(options.out)
     elapsed_s, best = 0.0, -1.0
     if state_file.exists():
         state = torch.load(state_file, weights_only=False, map_location=options.device)
@@ -81,7 +88,7 @@ def _train_denoiser(
         _log.info("going on at step %d", trainer.num_steps)
     limit_s, lengths = 60 * options.minutes, list(trainer.shares)
     choose = Random(options.seed + trainer.num_steps)
-    start = probed = time.monotonic() - elapsed_s
+    start, probed = time.monotonic() - elapsed_s, time.monotonic()
     counted, counted_at = 0, time.monotonic()
     while True:
         elapsed_s = time.monotonic() - start
@@ -126,6 +133,26 @@ def _scaled_latents(vae: Any, corpus: Corpus, device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
+def _count_right(judge: Judge, pictures: list[Image.Image], scenes: list[Scene]) -> int:
+    return sum(
+        bool(judge(picture, scene).ok) for picture, scene in zip(pictures, scenes, strict=True)
+    )
+
+
+def _check_vae(vae: Any, judge: Judge, *, num_pictures: int = 100) -> None:
+    """Stop when the autoencoder cannot show the scenes: a denoiser over it would be wasted."""
+    rng = Random(1)
+    scenes = [sample_scene(rng) for _ in range(num_pictures)]
+    figures, backgrounds = pack([place(scene, rng) for scene in scenes])
+    latents = encode(vae, figures.to(vae.device), backgrounds.to(vae.device))
+    scaled = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    pictures = decode(vae, scaled)
+    right = _count_right(judge, pictures, scenes)
+    _log.info("%d of %d reconstructions judged right", right, num_pictures)
+    if right < _MIN_RECONSTRUCTED * num_pictures:
+        raise SystemExit("the autoencoder is too poor to go on with; raise --vae-minutes")
+
+
 def _probe(
     pipeline: Any, trainer: DenoiserTrainer, judge: Judge | None, num_captions: int
 ) -> float | None:
@@ -142,15 +169,17 @@ def _probe(
             num_inference_steps=NUM_INFERENCE_STEPS,
             guidance_scale=GUIDANCE_SCALE,
         )
-    right = sum(
-        bool(judge(picture, scene).ok) for picture, scene in zip(pictures, scenes, strict=True)
-    )
+    right = _count_right(judge, pictures, scenes)
     return right / num_captions
 
 
 def _save(pipeline: Any, trainer: DenoiserTrainer, out: Path) -> None:
     with _Averaged(pipeline, trainer):
         save_pipeline(pipeline, out)
+
+
+def _state_file(out: Path) -> Path:
+    return out.with_suffix(".state.pt")
 
 
 class _Averaged:
@@ -211,6 +240,10 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, default=7.0, help="for text encoder and transformer"
     )
     parser.add_argument("--vae-minutes", type=float, default=1.5)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("vae", "denoiser"), default=["vae", "denoiser"]
+    )
+    parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--vae-batch", type=int, default=32)

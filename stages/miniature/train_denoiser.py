@@ -145,7 +145,7 @@ class DenoiserTrainer:
     def _update(self, length: int) -> None:
         ids, lengths, picture = self._captions[length]
         chosen = torch.randint(len(ids), (self._batch_size,), device=self.device)
-        clean = self._latents[picture[chosen]].float()
+        clean = self._latents[picture[chosen].long()].float()
         noise = torch.randn_like(clean)
         level = self._noise_levels()
         mixed = torch.lerp(clean, noise, level[:, None, None, None])
@@ -154,7 +154,7 @@ class DenoiserTrainer:
         with torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=self._is_cuda, cache_enabled=False
         ):
-            features = forward.encode(ids[chosen])
+            features = forward.encode(ids[chosen].long())
             output = forward.predict(mixed, 1 - level, features, lengths[chosen])
         loss = F.mse_loss(output.float(), clean - noise)
         for weight in self._weights:
