@@ -17,7 +17,8 @@ from ddo.adapting import Change, Planner
 from ddo.blocks import Block, Inventory, take_inventory
 from ddo.buffers import Buffers
 from ddo.claims import SessionError, claim, give_up
-from ddo.hooks import EntryPoints, LayerHooks
+from ddo.hooks import EntryPoints
+from ddo.layers import StreamedLayers
 from ddo.metrics import Metrics, OffloadReport
 from ddo.planning import OffloadPlan, PlanError, unplanned
 from ddo.pressure import Pressure
@@ -26,7 +27,6 @@ from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
 from ddo.steps import Steps
 from ddo.strays import StrayFinder
-from ddo.stream import Streamer
 from ddo.structure import Structure, keep_replaced
 from ddo.transfer import Backend
 from ddo.weight_files import WeightFiles
@@ -73,7 +73,6 @@ class OffloadSession:
         self._lock = threading.RLock()
         self._steps = Steps(self, settings.max_oom_retries)
         self._num_active = 0
-        self._hooks = LayerHooks(self)
         self._entries = EntryPoints(module, entry_points)
         self._undo = ExitStack()
         self._inventory = Inventory(blocks=[], buffers=[], own_memory_bytes=0, placed=[])
@@ -82,8 +81,7 @@ class OffloadSession:
         self._planner = Planner(settings, 0, 1.0)  # until the device was asked
         self._pressure = Pressure(0)
         self._plan: OffloadPlan | None = None
-        self._streamer = Streamer(backend, [], self._metrics)
-        self._recorder: Recorder | None = None  # of the step that runs
+        self._layers = StreamedLayers(backend)
         self._profiled: Recorder | None = None  # of a step that the device may not have finished
         self._num_to_profile = 0
         self._must_stay: dict[str, str] = {}
@@ -185,7 +183,7 @@ class OffloadSession:
             return self._metrics.report(
                 self.plan,
                 str(self.device),
-                self._streamer.counters,
+                self._layers.counters,
                 own_memory_bytes=self._inventory.own_memory_bytes,
                 placed_weights=len(self._inventory.placed),
             )
@@ -210,7 +208,7 @@ class OffloadSession:
         for block in self._inventory.blocks:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")
         self._planner.take(self._inventory.blocks)
-        self._streamer = Streamer(self._backend, self._inventory.blocks, self._metrics)
+        self._layers = StreamedLayers(self._backend, self._inventory.blocks, self._metrics)
         self._buffers = Buffers(self._inventory.buffers)
         self._buffers.move(self._backend.device)
         self._enforce(self._planner.make())
@@ -224,9 +222,8 @@ class OffloadSession:
             )
 
     def _release_module(self) -> None:
-        self._hooks.remove()
         keep_replaced(self._inventory.blocks)
-        self._streamer.clear()
+        self._layers.clear()
         self._buffers.restore()
         self._structure.close()
         for parameter in self.module.parameters():
@@ -235,7 +232,7 @@ class OffloadSession:
                 parameter.data = parameter.data.to("cpu")
         # What is left of blocks would keep the files mapped; the report needs the counts only.
         self._inventory = replace(self._inventory, blocks=[], buffers=[])
-        self._streamer = Streamer(self._backend, [], self._metrics)
+        self._layers = StreamedLayers(self._backend)
 
     def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise SessionError for `to`, `cuda`, `half` and the like, unless they change nothing."""
@@ -252,11 +249,10 @@ class OffloadSession:
 
     def _enforce(self, new: OffloadPlan) -> None:
         """Make the device hold what the plan says, or less if it cannot. No step is active."""
-        self._hooks.remove()
         while True:
             try:
                 self._plan = new
-                self._streamer.apply(new, self._planner.uses)
+                self._layers.apply(new, self._planner.uses)
                 break
             except torch.OutOfMemoryError:
                 smaller = self._planner.smaller(new.device_bytes)
@@ -266,45 +262,7 @@ class OffloadSession:
             self._planner.budget_bytes, new = smaller
             self._metrics.fall_back("memory", "the device had less memory than was planned with")
         self._num_to_profile = _PROFILED_STEPS if new.mode == "stream" else 0
-        self._install_hooks(everywhere=self._num_to_profile > 0)
-
-    def _install_hooks(self, *, everywhere: bool) -> None:
-        """Hooks on layers whose blocks stream; on all layers for a step that is profiled."""
-        if self._plan is None or self._plan.mode != "stream":
-            self._hooks.remove()
-            return
-        blocks = self._inventory.blocks
-        numbers = range(len(blocks)) if everywhere else self._streamer.streamed
-        users: dict[nn.Module, list[int]] = {}
-        for number in numbers:
-            for user in blocks[number].users:
-                users.setdefault(user, []).append(number)
-        self._hooks.install(list(users.items()))
-
-    # ---- layers, called by the hooks ----
-
-    def reach(self, blocks: Sequence[int]) -> None:
-        """Bind the blocks that a layer is about to use."""
-        recorder = self._recorder
-        streamed = self._streamer.streamed
-        for k, number in enumerate(blocks):
-            if recorder is not None:
-                recorder.reach(number)
-            if number in streamed:
-                try:
-                    self._streamer.use(number)
-                except BaseException:
-                    self.leave(blocks[:k])
-                    raise
-                if recorder is not None:
-                    recorder.begin()
-
-    def leave(self, blocks: Sequence[int]) -> None:
-        """Unbind the blocks that a layer has used."""
-        streamed = self._streamer.streamed
-        for number in reversed(blocks):
-            if number in streamed:
-                self._streamer.done(number)
+        self._layers.watch(everything=self._num_to_profile > 0)
 
     # ---- steps ----
 
@@ -313,40 +271,39 @@ class OffloadSession:
         with self._lock:
             if self._num_active:
                 self._num_active += 1
-                self._recorder = None  # what it would see are two steps at once
+                self._layers.recorder = None  # what it would see are two steps at once
                 self._metrics.fall_back("threads", "two threads ran steps at once")
                 return
             if not self._structure.is_same():
                 self._take_over_again()
             self._learn()
             self._grow()
-            self._recorder = None
+            self._layers.recorder = None
             if self._num_to_profile and self._profiled is None:
-                self._recorder = Recorder(self._backend)
-            self._streamer.begin_step()
-            self._metrics.begin_step(self._streamer.copied_bytes())
+                self._layers.recorder = Recorder(self._backend)
+            self._layers.begin_step()
+            self._metrics.begin_step(self._layers.copied_bytes())
             self._num_active = 1
 
     def end_step(self, *, is_complete: bool) -> None:
         """End what an error or interrupt has kept from ending."""
         with self._lock:
-            self._hooks.leave_all()
+            self._layers.leave_all()
             self._num_active -= 1
             if self._num_active:
                 return
             if is_complete:
-                self._metrics.end_step(self._streamer.copied_bytes())
-                if self._recorder is not None:
-                    self._recorder.end()
-                    self._profiled = self._recorder
-            self._recorder = None
+                self._metrics.end_step(self._layers.copied_bytes())
+                if self._layers.recorder is not None:
+                    self._layers.recorder.end()
+                    self._profiled = self._layers.recorder
+            self._layers.recorder = None
 
     def _take_over_again(self) -> None:
         """Layers, adapters or weights have changed since the last step: look at all anew."""
-        self._hooks.remove()
         self._profiled = None
         keep_replaced(self._inventory.blocks)
-        self._streamer.clear()
+        self._layers.clear()
         self._buffers.restore()
         self._structure.close()
         self._take_over()
@@ -371,7 +328,7 @@ class OffloadSession:
             if can_trust or profile.compute_s is None:
                 self._num_to_profile = 0
             if not self._num_to_profile:
-                self._install_hooks(everywhere=False)
+                self._layers.watch(everything=False)
 
     def _grow(self) -> None:
         """Take back memory that was given up, if no step has wanted it for a while."""
@@ -407,8 +364,7 @@ class OffloadSession:
         """On a device, a way to lend it the weights that are bound to the host."""
         if self.device.type == "cpu":
             return None
-        blocks = self._inventory.blocks
-        return StrayFinder([(n, blocks[n]) for n in self._streamer.streamed], self.device)
+        return StrayFinder(self._layers.streamed(), self.device)
 
     def keep_strays(self, found: set[int]) -> None:
         """Let these blocks stay on the device from the next step on."""
