@@ -1,10 +1,12 @@
 #!/bin/sh
-# Builds the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer, then with
-# ThreadSanitizer, and runs them on the fake driver. Arguments go to the test program.
+# Builds the C++ tests and runs them on the fake driver: by default with AddressSanitizer and
+# UndefinedBehaviorSanitizer (preset asan), then with ThreadSanitizer (preset tsan).
+# Usage: run_sanitizers.sh [PRESET...]
 set -eu
 cd "$(dirname "$0")/../.."
-for preset in asan tsan; do
+[ $# -gt 0 ] || set -- asan tsan
+for preset in "$@"; do
     cmake --preset "$preset" >/dev/null
     cmake --build --preset "$preset"
-    "build/$preset/tests/native/native_tests" "$@"
+    "build/$preset/tests/native/native_tests"
 done
