@@ -261,6 +261,8 @@ class OffloadSession:
                     raise
             self._planner.budget_bytes, new = smaller
             self._metrics.fall_back("memory", "the device had less memory than was planned with")
+        if new.mode == "resident":
+            self._backend.close()  # all copies are done: pinned pages would be lost to others
         self._num_to_profile = _PROFILED_STEPS if new.mode == "stream" else 0
         self._layers.watch(everything=self._num_to_profile > 0)
 

@@ -103,7 +103,10 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was pinned. The caller has waited for all copies."""
+        """Give back what was pinned, until something is pinned again.
+
+        The caller has waited for all copies.
+        """
         ...
 
 

@@ -336,6 +336,29 @@ def test_memory_that_was_given_back_is_taken_again_when_no_step_wants_it(net):
         assert session.report().num_replans["memory was left"] == 1
 
 
+def test_a_resident_module_pins_no_host_memory(net):
+    backend = CountsPins()
+    with session_of(net, backend, budget=90_000) as session:
+        assert session.plan.mode == "resident"
+        assert backend.num_pinned == 0
+    with session_of(net, backend, budget=16_000):
+        assert backend.num_pinned > 0
+
+
+class CountsPins(FakeBackend):
+    """Counts what is pinned at the moment."""
+
+    num_pinned = 0
+
+    def pin(self, memories):
+        super().pin(memories)
+        self.num_pinned += len(memories)
+
+    def close(self):
+        super().close()
+        self.num_pinned = 0
+
+
 def test_a_resident_module_streams_when_a_step_wants_its_memory(net):
     expected = run(net)
     backend = Hungry(times=3)
