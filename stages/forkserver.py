@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from stages import worker
@@ -48,6 +49,9 @@ DEFAULT_PRELOAD = (
 )
 """`module` or `module:attribute`: libraries resolve their classes only when asked by name."""
 
+HARMLESS_THREADS = ("cuda",)
+"""Starts of the names of threads that do not stand in the way of a fork."""
+
 HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,8 +70,9 @@ def preload(names: Sequence[str]) -> None:
 class ForkServer:
     """Forks children for one launcher, reaps them and reports their ends.
 
-    Invariants: one thread; no descriptor of a child stays open here; a child's process group
-    is killed while its leader is still unreaped, so that its number cannot be another's.
+    Invariants: one thread, but for the CUDA driver's own; no descriptor of a child stays open
+    here; a child's process group is killed while its leader is still unreaped, so that its
+    number cannot be another's.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -119,9 +124,8 @@ class ForkServer:
         return True
 
     def _fork(self, stage: str, fds: Sequence[int]) -> Forked | Refused:
-        num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names are enough
-        if num_threads != 1:
-            return Refused(reason=f"its process has {num_threads} threads instead of 1")
+        if threads := foreign_threads():
+            return Refused(reason=f"its process has further threads: {', '.join(threads)}")
         parent_pid = os.getpid()
         # Until the child has handlers of its own, a signal meant for it would wake the server.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -180,6 +184,21 @@ class ForkServer:
     def _tell(self, notice: Record) -> None:
         with suppress(ConnectionError):  # the next poll sees that the launcher has hung up
             self._control.send(notice.model_dump_json().encode())
+
+
+def foreign_threads() -> list[str]:
+    """Names of this process's threads that a fork must not leave behind.
+
+    A thread that is gone in the child may have held a lock there for ever. The CUDA driver's
+    own thread is let pass: children of a process that has it were measured to compute on the
+    device as fresh processes do.
+    """
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            with suppress(OSError):  # it has just ended
+                found.append((task / "comm").read_text().strip())
+    return [name for name in found if not name.startswith(HARMLESS_THREADS)]
 
 
 def _signal_group(pid: int, signum: int) -> None:

@@ -216,6 +216,9 @@ def prepare_environment() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # numpy's BLAS starts a thread per core when it is imported; torch has its own BLAS.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # pyarrow's allocator would start a thread of its own to give memory back.
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     for name, value in OFFLINE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

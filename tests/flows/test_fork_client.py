@@ -43,7 +43,21 @@ def test_a_fork_server_with_a_second_thread_does_not_fork(
     ):
         assert ask(session, "echo", 7)["answer"] == 7
 
-    assert "its process has 2 threads instead of 1" in caplog.text
+    assert "its process has further threads: " in caplog.text
+    assert launcher.method == "spawn"
+
+
+def test_the_cuda_drivers_own_thread_does_not_stand_in_the_way_of_a_fork(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    preload = ["tests.support.fake_stages:preload_driver_thread"]
+    with (
+        Launcher(preload=preload, environ=ENVIRON) as launcher,
+        StageSession("encode", launcher) as session,
+    ):
+        assert ask(session, "echo", 7)["answer"] == 7
+        assert launcher.method == "forkserver"
+    assert "further threads" not in caplog.text
 
 
 def test_a_library_that_cannot_be_preloaded_is_named_in_the_log(

@@ -53,6 +53,10 @@ def __getattr__(name: str) -> Any:
         time.sleep(60)
     elif name == "preload_thread":
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    elif name == "preload_driver_thread":
+        thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+        thread.start()
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_text("cuda0000140000")
     elif name == "preload_exit":
         print("the library is broken", flush=True)
         os._exit(5)
