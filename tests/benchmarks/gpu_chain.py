@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-pictures"))
     parser.add_argument("--probes", type=int, default=10)
+    parser.add_argument("--cpu", action="store_true", help="paint on the CPU too and compare")
     options = parser.parse_args()
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": smi("name")}
     found["processes"] = probe(options.probes)
@@ -50,9 +51,10 @@ def main() -> None:
         environ = os.environ | {"EXEUNT_HOME": f"{folder}/home"}
         try:
             found["cuda"] = paint(environ, options.out, "--device", "cuda")
-            cpu = Path(folder) / "cpu"
-            found["cpu"] = paint(environ, cpu, "--device", "cpu", "--fresh")
-            found["largest_difference_cpu_cuda"] = difference(options.out, cpu)
+            if options.cpu:
+                cpu = Path(folder) / "cpu"
+                found["cpu"] = paint(environ, cpu, "--device", "cpu", "--fresh")
+                found["largest_difference_cpu_cuda"] = difference(options.out, cpu)
         finally:
             subprocess.run([*exeunt(), "down"], env=environ, check=False, capture_output=True)
     print(json.dumps(found, indent=1))
