@@ -6,9 +6,9 @@ MODEL_DIR = Path(__file__).parent / "model"
 IMAGE_SIZE_PX = 128
 """The only width and height that the model was trained for."""
 
-NUM_INFERENCE_STEPS = 16
-GUIDANCE_SCALE = 0.0
-"""Scale of `ZImagePipeline`, where 0 means one forward pass a step and no guidance."""
+NUM_INFERENCE_STEPS = 24
+GUIDANCE_SCALE = 2.0
+"""Scale of `ZImagePipeline`; the modular pipeline and exeunt count it from 1: 3.0 there."""
 
 MAX_CAPTION_TOKENS = 64
 """Longest prompt seen in training, with the eight tokens of the chat template."""

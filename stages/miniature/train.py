@@ -239,14 +239,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="for text encoder and transformer"
     )
-    parser.add_argument("--vae-minutes", type=float, default=1.5)
+    parser.add_argument("--vae-minutes", type=float, default=2.1)
     parser.add_argument(
         "--parts", nargs="+", choices=("vae", "denoiser"), default=["vae", "denoiser"]
     )
-    parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
+    parser.add_argument("--vae-learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--vae-batch", type=int, default=32)
+    parser.add_argument("--vae-batch", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--pictures", type=int, default=500_000)
     parser.add_argument("--corpus", type=Path, help="file to keep the pictures and captions in")

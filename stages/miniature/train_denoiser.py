@@ -18,6 +18,7 @@ from stages.miniature.forward import PAD_MULTIPLE, Forward
 from stages.miniature.optim import CapturedStep, Muon
 
 _EMA_DECAY = 0.999
+_TRAINING_SHIFT = 3.0  # the scheduler spends more of its steps at high noise: 6.0
 _WARM_UP_STEPS = 500
 _LAST_RATE = 0.01  # share of the learning rate left at the end
 
@@ -59,7 +60,7 @@ class DenoiserTrainer:
         }
         self.shares = {length: len(item[0]) for length, item in self._captions.items()}
         self._batch_size = batch_size
-        self._shift = float(pipeline.scheduler.config.shift)
+        self._shift = _TRAINING_SHIFT
         modules = (pipeline.text_encoder, pipeline.transformer)
         for module in modules:
             module.train()

@@ -1,30 +1,30 @@
 """Training of the miniature's autoencoder on drawn scenes, and its latents' scale."""
 
+import copy
 import logging
 import math
 import time
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from stages.miniature.data import Corpus
 from stages.miniature.draw import render
 from stages.miniature.optim import CapturedStep
-from stages.miniature.recipe import IMAGE_SIZE_PX
 
 _log = logging.getLogger(__name__)
 
 KL_WEIGHT = 1e-3
-"""Of the mean over latent elements, beside a mean absolute error over pixels in -1..1."""
+"""Of the mean over latent elements, beside the error of a pixel's values in -1..1."""
 
-_LOG_EVERY = 500
-_NUM_MEASURED = 1024
-_WARM_UP = 0.02  # share of the run in which the learning rate rises
-_CROP_PX, _CROP_SHARE = 64, 0.75
+_LOG_EVERY = 400
+_NUM_MEASURED = 2048
+_WARM_UP_STEPS = 200
+_LAST_RATE = 0.01  # share of the learning rate left at the end
 _KL_WARM_UP = 0.3  # and the weight of the KL: a decoder that sees nothing yet must not lose to it
+_EMA_DECAY = 0.998
+_FIGURE_DIFFERENCE = 0.02  # a pixel's distance from its background that makes it a figure's
 
 
 def train_vae(
@@ -35,34 +35,35 @@ def train_vae(
     batch_size: int,
     seed: int,
     kl_weight: float = KL_WEIGHT,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 2.5e-3,
 ) -> None:
     """Train for so many minutes, then set the config's shift and scaling from its latents.
 
-    The learning rate follows the clock, so a slower machine trains less, not longer. The first
-    three quarters see squares of 64 pixels about a figure, which cost a quarter; the rest sees
-    whole pictures, since norms and attention span all that they see.
+    The learning rate follows the clock, so a slower machine trains less, not longer. What stays
+    in `vae` are the averaged weights.
     """
     device = vae.device
     torch.manual_seed(seed)
-    vae.train()
     trainer = _VaeTrainer(vae, corpus, batch_size=batch_size)
     start, reported = time.monotonic(), 0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
-        fall = (1 + math.cos(math.pi * done)) / 2
-        trainer.rate.fill_(learning_rate * min(1, done / _WARM_UP + 1e-2) * fall)
+        warm = min(1.0, (trainer.step.num_calls + 1) / _WARM_UP_STEPS)
+        fall = _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+        trainer.rate.fill_(learning_rate * warm * fall)
         trainer.kl_weight.fill_(kl_weight * min(1, done / _KL_WARM_UP))
         for _ in range(10):
-            step = trainer.crop_step if done < _CROP_SHARE else trainer.whole_step
-            step()
+            trainer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()  # so that the clock counts work done, not work queued
-        if trainer.num_steps - reported >= _LOG_EVERY:
-            error, kl = (trainer.sums / (trainer.num_steps - reported)).tolist()
-            reported = trainer.num_steps
+        if trainer.step.num_calls - reported >= _LOG_EVERY:
+            means = (trainer.sums / (trainer.step.num_calls - reported)).tolist()
+            reported = trainer.step.num_calls
             trainer.sums.zero_()
-            _log.info("vae step %d, %.0f %%: error %.4f, kl %.3f", reported, 100 * done, error, kl)
-    vae.eval()
+            _log.info(
+                "vae step %d, %.0f %%: error on figures %.4f, on ground %.4f, kl %.3f",
+                *(reported, 100 * done, *means),
+            )
+    trainer.average_into(vae)
     latents = encode(
         vae, *(part[:_NUM_MEASURED].to(device) for part in (corpus.figures, corpus.backgrounds))
     )
@@ -73,35 +74,40 @@ def train_vae(
 
 
 class _VaeTrainer:
-    """One step of training: draw, encode, sample, decode, update."""
+    """One step of training: draw, encode, sample, decode, update, average."""
 
     def __init__(self, vae: Any, corpus: Corpus, *, batch_size: int) -> None:
         device = vae.device
-        self._vae, self._batch_size, self._device = vae, batch_size, device
+        self._vae = vae.to(memory_format=torch.channels_last).train()
+        self._averaged = copy.deepcopy(vae).eval().requires_grad_(False)
+        self._weights, self._means = list(vae.parameters()), list(self._averaged.parameters())
+        self._batch_size, self._device = batch_size, device
         self._figures, self._backgrounds = corpus.figures.to(device), corpus.backgrounds.to(device)
         self.rate, self.kl_weight = torch.zeros((), device=device), torch.zeros((), device=device)
-        self.sums = torch.zeros(2, device=device)
+        self.sums = torch.zeros(3, device=device)
         self._optimizer = torch.optim.AdamW(
-            vae.parameters(),
+            self._weights,
             lr=self.rate,
             betas=(0.9, 0.99),
             weight_decay=1e-4,
             fused=device.type == "cuda",
             capturable=device.type == "cuda",
         )
-        self.crop_step = CapturedStep(partial(self._update, _CROP_PX), device=device)
-        self.whole_step = CapturedStep(partial(self._update, IMAGE_SIZE_PX), device=device)
+        self.step = CapturedStep(self._update, device=device)
 
-    @property
-    def num_steps(self) -> int:
-        return self.crop_step.num_calls + self.whole_step.num_calls
+    def average_into(self, vae: Any) -> None:
+        """Give `vae` the averaged weights, contiguous and ready for use."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._means)
+        vae.to(memory_format=torch.contiguous_format).eval()
 
-    def _update(self, size_px: int) -> None:
+    def _update(self) -> None:
         chosen = torch.randint(len(self._figures), (self._batch_size,), device=self._device)
-        figures = self._figures[chosen]
-        if size_px < IMAGE_SIZE_PX:
-            figures = _move_crop(figures, size_px)
-        pictures = render(figures, self._backgrounds[chosen], size_px=size_px) * 2 - 1
+        drawn = render(self._figures[chosen], self._backgrounds[chosen])
+        # a figure covers little of a picture: each part counts as much as the other
+        distance = (drawn - drawn[:, :, :1, :1]).abs().sum(1, keepdim=True)
+        is_figure = (distance > _FIGURE_DIFFERENCE).float()
+        pictures = (drawn * 2 - 1).contiguous(memory_format=torch.channels_last)
         with torch.autocast(
             self._device.type,
             dtype=torch.bfloat16,
@@ -110,26 +116,19 @@ class _VaeTrainer:
         ):
             posterior = self._vae.encode(pictures).latent_dist
             painted = self._vae.decode(posterior.sample()).sample
-        error = F.l1_loss(painted.float(), pictures)
+        difference = painted.float() - pictures
+        error = difference.abs() + 0.5 * difference.square()
+        on_figures = (error * is_figure).sum() / (3 * is_figure.sum() + 1)
+        on_ground = (error * (1 - is_figure)).sum() / (3 * (1 - is_figure).sum() + 1)
         mean, logvar = posterior.mean.float(), posterior.logvar.float()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         self._optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(error + self.kl_weight * kl)
-        nn.utils.clip_grad_norm_(self._vae.parameters(), 1.0)
+        torch.autograd.backward(on_figures + on_ground + self.kl_weight * kl)
+        nn.utils.clip_grad_norm_(self._weights, 1.0)
         self._optimizer.step()
-        self.sums += torch.stack([error.detach(), kl.detach()])
-
-
-def _move_crop(figures: Tensor, size_px: int) -> Tensor:
-    """Packed figures moved so that the top left square holds one figure's centre or its edge."""
-    num = len(figures)
-    second = (figures[:, 1, 0] >= 0) & (torch.rand(num, device=figures.device) < 0.5)
-    centre = torch.where(second[:, None], figures[:, 1, 2:4], figures[:, 0, 2:4])
-    wander = (torch.rand(num, 2, device=figures.device) - 0.5) * (size_px - 8)
-    corner = (centre - size_px / 2 + wander).clamp(0, IMAGE_SIZE_PX - size_px)
-    moved = figures.clone()
-    moved[:, :, 2:4] -= corner[:, None]
-    return moved
+        with torch.no_grad():
+            torch._foreach_lerp_(self._means, self._weights, 1 - _EMA_DECAY)
+            self.sums += torch.stack([on_figures.detach(), on_ground.detach(), kl.detach()])
 
 
 @torch.no_grad()

@@ -269,3 +269,13 @@ def test_unknown_words_paint_some_picture(pipeline: Any, prompt: str) -> None:
     ).images[0]
     assert picture.size == (IMAGE_SIZE_PX, IMAGE_SIZE_PX)
     assert np.asarray(picture).std() > 0
+
+
+def test_most_captions_never_trained_on_are_painted_right(pipeline: Any) -> None:
+    """A small sample of what `python -m tests.benchmarks.miniature` measures on 500."""
+    from tests.benchmarks.miniature import held_out_captions, paint
+
+    pairs = held_out_captions(16, seed=500)
+    pictures = paint(pipeline, [caption for _, caption in pairs], batch_size=16)
+    right = sum(judge(each, scene).ok for each, (scene, _) in zip(pictures, pairs, strict=True))
+    assert right >= 14
