@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flows.cache import open_store
 from flows.display import Display, current_display
 from flows.launch import shared_launcher
 from flows.progress import report_progress
 from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
-from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageName, StageRequest, StageResult
 from stages.errors import RequestError
 from stages.manifest import Manifest
@@ -138,7 +138,7 @@ class Run:
         self.settings = settings = RunSettings.from_env()
         self.model_name = model_name
         self.fresh, self.timeout_s = fresh, timeout_s
-        self.store = ArtifactStore(settings.store_url)
+        self.store = open_store(settings.store_url)
         self.display: Display = current_display()
         self.context = StageContext.model_validate(
             {
