@@ -11,6 +11,7 @@ from torch import nn
 from ddo.blocks import NotOwnable, why_not_ownable
 from ddo.host_memory import read_host_memory
 from ddo.lifecycle import ENTRY_POINTS, OffloadSession
+from ddo.phases import Phases
 from ddo.routes import GroupSession, OffSession, RouteSession, Session, WholeSession
 from ddo.settings import OffloadSettings
 from ddo.source import associate, materialize
@@ -49,24 +50,43 @@ def attach(
     Raises:
         DdoError: See `OffloadSession.attach`; the module is as it was.
     """
-    settings = settings or OffloadSettings.from_environment()
+    setup = Phases()
     files = None
     if source is not None:
-        files = source if isinstance(source, WeightFiles) else read_weight_files(source)
+        with setup.phase("read_headers"):
+            files = source if isinstance(source, WeightFiles) else read_weight_files(source)
         if any(parameter.is_meta for parameter in module.parameters()):
-            materialize(module, files, associate(module, files))
+            with setup.phase("associate"):
+                materialize(module, files, associate(module, files))
+    return attach_loaded(
+        module, settings, files, setup, device=device, backend=backend, entry_points=entry_points
+    )
+
+
+def attach_loaded(
+    module: nn.Module,
+    settings: OffloadSettings | None,
+    files: WeightFiles | None,
+    setup: Phases,
+    *,
+    device: str | torch.device | None = None,
+    backend: Backend | None = None,
+    entry_points: Sequence[str] = ENTRY_POINTS,
+) -> Session:
+    """As `attach`, for a module that has its weights; `setup` holds what came before."""
+    settings = settings or OffloadSettings.from_environment()
     place = _place(device) if backend is None else backend.device
-    if settings.preset == "off":
-        return OffSession(module, place, "preset off leaves the module alone").attach()
-    if backend is None and place.type == "cpu":
-        where = "the CPU computes with the weights where they are"
-        return RouteSession(module, place, where).attach()
-    if route := _other_route(module, settings, place):
-        return route.attach()
+    if route := _other_route(module, settings, place, is_given=backend is not None):
+        route.attach()
+        route.use_setup(setup)
+        return route
     reason: str | None = None
     if backend is None:
-        backend, reason = _open_backend(place, settings)
-    session = OffloadSession(module, settings, backend, entry_points=entry_points, hints=files)
+        with setup.phase("open_device"):
+            backend, reason = _open_backend(place, settings)
+    session = OffloadSession(
+        module, settings, backend, entry_points=entry_points, hints=files, setup=setup
+    )
     if reason is not None:
         session.note("native", reason)
     return session.attach()
@@ -79,9 +99,18 @@ def _place(device: str | torch.device | None) -> torch.device:
 
 
 def _other_route(
-    module: nn.Module, settings: OffloadSettings, device: torch.device
+    module: nn.Module, settings: OffloadSettings, device: torch.device, *, is_given: bool
 ) -> RouteSession | None:
-    """The route of a module that cannot be taken over, or is not to be."""
+    """The route of a module that cannot be taken over, or is not to be.
+
+    Args:
+        is_given: Whether the caller has chosen the backend.
+    """
+    if settings.preset == "off":
+        return OffSession(module, device, "preset off leaves the module alone")
+    if device.type == "cpu" and not is_given:
+        where = "the CPU computes with the weights where they are"
+        return RouteSession(module, device, where)
     reason = why_not_ownable(module)
     if reason is None:
         if settings.preset == "group":

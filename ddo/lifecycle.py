@@ -20,6 +20,7 @@ from ddo.claims import SessionError, claim, give_up
 from ddo.hooks import EntryPoints
 from ddo.layers import StreamedLayers
 from ddo.metrics import Metrics, OffloadReport
+from ddo.phases import Phases
 from ddo.planning import OffloadPlan, PlanError, unplanned
 from ddo.pressure import Pressure
 from ddo.profile import Recorder
@@ -53,6 +54,7 @@ class OffloadSession:
     Args:
         entry_points: Methods of the module that begin a step.
         hints: Files that the weights may have come from.
+        setup: Adds up what attaching takes, after what loading took.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class OffloadSession:
         *,
         entry_points: Sequence[str] = ENTRY_POINTS,
         hints: WeightFiles | None = None,
+        setup: Phases | None = None,
     ) -> None:
         self.module = module
         self.settings = settings
         self.state = SessionState.NEW
         self._backend = backend
         self._hints = hints
-        self._metrics = Metrics(backend=backend)
+        self._metrics = Metrics(backend=backend, setup=setup or Phases())
         self._lock = threading.RLock()
         self._steps = Steps(self, settings.max_oom_retries)
         self._num_active = 0
@@ -110,11 +113,9 @@ class OffloadSession:
             stack.callback(self._backend.close)
             # A session that is dropped without detaching must not leave pages pinned.
             weakref.finalize(self, self._backend.close).atexit = False
-            self._planner = Planner(
-                self.settings,
-                self._weight_budget_bytes(),
-                self.settings.link_bytes_per_s or self._backend.measure_link(),
-            )
+            with self._metrics.setup.phase("measure_link"):
+                link = self.settings.link_bytes_per_s or self._backend.measure_link()
+            self._planner = Planner(self.settings, self._weight_budget_bytes(), link)
             self._pressure = Pressure(self._planner.budget_bytes)
             self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
@@ -122,6 +123,7 @@ class OffloadSession:
             self._entries.install(self._steps.run, self._refuse_moving)
             stack.callback(self._entries.remove)
             self._undo = stack.pop_all()
+        self._metrics.setup.close()
         self.state = SessionState.ATTACHED
         return self
 
@@ -204,14 +206,18 @@ class OffloadSession:
             self._take_over_plainly()
 
     def _take_over_plainly(self) -> None:
-        self._inventory = take_inventory(self.module, self._backend.device, self._hints)
+        phase = self._metrics.setup.phase
+        with phase("find_sources"):
+            self._inventory = take_inventory(self.module, self._backend.device, self._hints)
         for block in self._inventory.blocks:
             block.must_stay = block.must_stay or self._must_stay.get(block.name, "")
         self._planner.take(self._inventory.blocks)
         self._layers = StreamedLayers(self._backend, self._inventory.blocks, self._metrics)
         self._buffers = Buffers(self._inventory.buffers)
         self._buffers.move(self._backend.device)
-        self._enforce(self._planner.make())
+        with phase("plan"):
+            first = self._planner.make()
+        self._enforce(first)
         self._structure = Structure(self.module)
         self._structure.watch(self._inventory.blocks)
         if self._inventory.own_memory_bytes:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddo.attaching import attach
+from ddo.attaching import attach_loaded
+from ddo.phases import Phases
 from ddo.routes import Session
 from ddo.settings import OffloadSettings
 from ddo.source import associate, materialize, refuse_uninitialised, torch_dtype
@@ -48,16 +49,20 @@ def load(
         SourceError: Files are missing or damaged, or do not hold exactly the module's weights.
         DdoError: See `attach`.
     """
-    files = read_weight_files(directory, variant)
+    setup = Phases()
+    with setup.phase("read_headers"):
+        files = read_weight_files(directory, variant)
     if build is not None:
-        with weights_on_meta():
+        with setup.phase("build"), weights_on_meta():
             module = build()
-        materialize(module, files, associate(module, files))
+        with setup.phase("associate"):
+            materialize(module, files, associate(module, files))
     else:
-        module = _from_pretrained(model_class, Path(directory), files, dtype)
+        with setup.phase("build"):
+            module = _from_pretrained(model_class, Path(directory), files, dtype)
     refuse_uninitialised(module)
     module.eval().requires_grad_(False)
-    return attach(module, settings, files, device=device, **attach_options)
+    return attach_loaded(module, settings, files, setup, device=device, **attach_options)
 
 
 def _from_pretrained(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddo.phases import Phases
 from ddo.planning import OffloadPlan
 from ddo.transfer import Backend, RingCounters
 
@@ -51,6 +52,7 @@ class OffloadReport:
         ring: Counters of all rings.
         num_host_waits: How often the host waited for the device.
         pins: Pinned host memory by tier.
+        setup_s: Seconds of `load` and `attach` by phase, see `ddo.phases`; imports are not in it.
         peak_device_bytes: Most device memory that torch held at a time.
         anonymous_bytes: Anonymous host memory of this process now.
         own_memory_bytes: Weights that no file backs.
@@ -78,6 +80,7 @@ class OffloadReport:
     ring: dict[str, int]
     num_host_waits: int
     pins: dict[str, int]
+    setup_s: dict[str, float]
     peak_device_bytes: int | None
     anonymous_bytes: int | None
     own_memory_bytes: int
@@ -104,6 +107,7 @@ class Metrics:
     """Adds up what a session does. Guarded by the session's lock."""
 
     backend: Backend | None = None
+    setup: Phases = field(default_factory=Phases)
     num_steps: int = 0
     num_repeated: int = 0
     num_replans: dict[str, int] = field(default_factory=dict)
@@ -211,6 +215,7 @@ class Metrics:
             ring=asdict(counters),
             num_host_waits=self.backend.num_host_waits if self.backend is not None else 0,
             pins=asdict(pins.counters) if pins is not None else {},
+            setup_s=dict(self.setup.seconds),
             peak_device_bytes=_peak_device_bytes(self.backend),
             anonymous_bytes=_anonymous_bytes(),
             own_memory_bytes=own_memory_bytes,

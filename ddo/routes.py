@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddo.errors import DdoError
 from ddo.metrics import Metrics, OffloadReport
+from ddo.phases import Phases
 from ddo.planning import BlockSpec, Mode, OffloadPlan, unplanned
 
 
@@ -95,6 +96,11 @@ class RouteSession:
             self.detach()
             raise
         return self
+
+    def use_setup(self, setup: Phases) -> None:
+        """Report these phases as what loading and attaching took."""
+        setup.close()
+        self._metrics.setup = setup
 
     def detach(self) -> None:
         if self._is_attached:

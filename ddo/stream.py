@@ -87,10 +87,14 @@ class Streamer:
             self._drop_ring()
             self._keep_chunks(set(resident))
             try:
-                self._pin(list(places), resident)
+                phase = self._metrics.setup.phase
+                with phase("register"):
+                    self._pin(list(places), resident)
                 with torch.inference_mode(False):
-                    self._make_ring(plan.ring_bytes, places, order)
-                    self._upload(resident)
+                    with phase("make_ring"):
+                        self._make_ring(plan.ring_bytes, places, order)
+                    with phase("first_fill"):
+                        self._upload(resident)
             except BaseException:
                 self.clear()
                 raise

@@ -61,6 +61,11 @@ def test_a_diffusion_transformer_denoises_to_the_same_bits(pipeline, preset, bud
         report = session.report()
         assert report.own_memory_bytes == 0
         assert report.num_steps == 6
+        assert list(report.setup_s) == [
+            "read_headers", "build", "measure_link", "find_sources", "plan", "register",
+            "make_ring", "first_fill",
+        ]  # fmt: skip
+        assert all(seconds >= 0 for seconds in report.setup_s.values())
         assert report.copied_bytes_per_step > 0
 
 
@@ -160,6 +165,7 @@ def anonymous_bytes():
 def test_loading_on_a_cpu_keeps_weights_mapped(tmp_path):
     make_net(tmp_path)
     with load(Net, tmp_path, OffloadSettings(), build=Net, device="cpu") as session:
+        assert list(session.report().setup_s) == ["read_headers", "build", "associate"]
         before = photograph(session.module)["tensors"]
         run(session.module)
         assert photograph(session.module)["tensors"] == before
