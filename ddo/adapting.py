@@ -19,7 +19,8 @@ BY_TIMES = "measured times"
 
 _MAX_CHANGES = 4
 _WORTHWHILE = 0.95  # a new plan must shorten the predicted step to this share
-_SMALLER_BY = 8  # part of the weights' memory that an exhausted step gives back
+_FIRST_GIFT = 8  # part of the weights' memory that an exhausted step gives back at first
+_LARGEST_GIFT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,15 @@ class Planner:
             compute_s=self._compute_s,
         )
 
-    def smaller(self, held_bytes: int) -> tuple[int, OffloadPlan] | None:
-        """A budget below what is held, and its plan; None when weights cannot take less."""
-        budget = max(0, min(self.budget_bytes, held_bytes) - max(held_bytes // _SMALLER_BY, 1))
+    def smaller(self, held_bytes: int, num_tries: int = 0) -> tuple[int, OffloadPlan] | None:
+        """A budget below what is held, and its plan; None when weights cannot take less.
+
+        Args:
+            held_bytes: What weights and ring take now.
+            num_tries: How often this step has given back already; twice as much each time.
+        """
+        part = max(_FIRST_GIFT >> num_tries, _LARGEST_GIFT)
+        budget = max(0, min(self.budget_bytes, held_bytes) - max(held_bytes // part, 1))
         try:
             return budget, self.make(budget)
         except PlanError:

@@ -351,12 +351,12 @@ class OffloadSession:
 
     # ---- what goes wrong in a step ----
 
-    def find_smaller(self) -> tuple[int, OffloadPlan] | None:
+    def find_smaller(self, num_tries: int) -> tuple[int, OffloadPlan] | None:
         """A smaller budget and its plan."""
         with self._lock:
             if self._num_active or self._plan is None:
                 return None
-            return self._planner.smaller(self._plan.device_bytes)
+            return self._planner.smaller(self._plan.device_bytes, num_tries)
 
     def make_smaller(self, smaller: tuple[int, OffloadPlan]) -> None:
         """Give weights back until the plan is met."""

@@ -26,8 +26,12 @@ class Boundaries(Protocol[Smaller]):
         """The step has ended, by an error if it is not complete."""
         ...
 
-    def find_smaller(self) -> Smaller | None:
-        """A plan that holds less of the device; None if there is none. Changes nothing."""
+    def find_smaller(self, num_tries: int) -> Smaller | None:
+        """A plan that holds less of the device; None if there is none. Changes nothing.
+
+        Args:
+            num_tries: How often this step has been made smaller already.
+        """
         ...
 
     def make_smaller(self, smaller: Smaller) -> None:
@@ -63,7 +67,8 @@ class Steps:
             try:
                 return self._run_once(method, args, kwargs)
             except torch.OutOfMemoryError as error:
-                smaller = self._boundaries.find_smaller() if retry < self._max_retries else None
+                is_last = retry == self._max_retries
+                smaller = None if is_last else self._boundaries.find_smaller(retry)
                 if smaller is None:
                     error.add_note(
                         "weights were offloaded meanwhile; lower device_budget or raise reserve"

@@ -26,6 +26,12 @@ def seen(order, compute_s=None):
     return StepProfile(order=tuple(order), compute_s=compute_s, stall_s={}, step_s=None)
 
 
+def test_each_further_try_of_a_step_gives_twice_as_much_back(blocks):
+    planner = planner_of(blocks, budget=48 << 10)
+    budgets = [planner.smaller(32 << 10, num_tries)[0] for num_tries in range(5)]
+    assert budgets == [28 << 10, 24 << 10, 16 << 10, 16 << 10, 16 << 10]
+
+
 def test_an_order_as_expected_changes_nothing(blocks):
     planner = planner_of(blocks)
     now = planner.make()

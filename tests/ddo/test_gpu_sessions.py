@@ -40,8 +40,9 @@ def net(tmp_path):
 
 
 @pytest.fixture
-def expected(net, tmp_path):
-    resident = make_net(tmp_path, dtype=torch.bfloat16, width=WIDTH, depth=DEPTH).to("cuda")
+def expected(net, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resident")  # the files of `net` are mapped: not anew
+    resident = make_net(folder, dtype=torch.bfloat16, width=WIDTH, depth=DEPTH).to("cuda")
     with torch.no_grad():
         return resident(IDS.cuda())
 
@@ -74,6 +75,7 @@ def test_results_are_bit_equal_to_those_of_a_resident_module(
     assert_same(before, photograph(net))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_steady_step_never_waits_for_the_device(net, expected, backend):
     ids = IDS.cuda()
     with session_of(net, backend, budget=50 * MIB), torch.no_grad():

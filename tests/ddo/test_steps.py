@@ -30,6 +30,7 @@ class Owner:
 
     def __init__(self, smaller=(), lender=None):
         self.events = []
+        self.asked = []
         self.smaller = list(smaller)
         self.lender = lender
 
@@ -39,7 +40,8 @@ class Owner:
     def end_step(self, *, is_complete):
         self.events.append("end" if is_complete else "broken")
 
-    def find_smaller(self):
+    def find_smaller(self, num_tries):
+        self.asked.append(num_tries)
         return self.smaller.pop(0) if self.smaller else None
 
     def make_smaller(self, smaller):
@@ -77,6 +79,7 @@ def test_a_step_without_memory_is_repeated_with_less_weights():
     method = failing(2, torch.OutOfMemoryError("full"))
     assert Steps(owner, 3).run(method, (5,), {}) == 5
     assert owner.events == ["begin", "broken", "half", "begin", "broken", "quarter", "begin", "end"]
+    assert owner.asked == [0, 1]
 
 
 @pytest.mark.parametrize(("smaller", "retries"), [([], 3), (["a", "b", "c"], 1)])
