@@ -70,7 +70,7 @@ def preload(names: Sequence[str]) -> None:
 class ForkServer:
     """Forks children for one launcher, reaps them and reports their ends.
 
-    Invariants: one thread, but for the CUDA driver's own; no descriptor of a child stays open
+    Invariants: one thread, but for the management library's; no descriptor of a child stays open
     here; a child's process group is killed while its leader is still unreaped, so that its
     number cannot be another's.
     """
@@ -189,9 +189,10 @@ class ForkServer:
 def foreign_threads() -> list[str]:
     """Names of this process's threads that a fork must not leave behind.
 
-    A thread that is gone in the child may have held a lock there for ever. The CUDA driver's
-    own thread is let pass: children of a process that has it were measured to compute on the
-    device as fresh processes do.
+    A thread that is gone in the child may have held a lock there for ever. One is let pass:
+    torch counts devices through the driver's management library, which starts a thread of its
+    own and initialises no CUDA. Children of such a process were measured to compute on the
+    device as fresh processes do (`tests/benchmarks/gpu_chain.py`).
     """
     found = []
     for task in Path("/proc/self/task").iterdir():

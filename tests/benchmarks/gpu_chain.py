@@ -4,8 +4,8 @@ usage: python -m tests.benchmarks.gpu_chain [--out DIR]
 
 Prints one JSON document: verdicts of the judge on four pictures; seconds from the birth of a
 stage process to its first request and to its first CUDA result; the device's memory in use
-before, during and after; and whether the flow process, the fork server or the Prefect server
-ever mapped the CUDA driver.
+before, during and after; which processes ever mapped the CUDA driver; and the driver's answer
+in a process that has imported what the fork server imports: 3 says that nobody initialised it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ PROMPTS = (
     "a large yellow square below a small red triangle on a black background",
 )
 DRIVER = "libcuda.so"
+NOT_INITIALISED = 3  # the driver's answer to every call before the one that initialises it
+PRELOADED = """
+import ctypes
+from stages import forkserver, worker
+worker.prepare_environment()
+forkserver.preload(forkserver.DEFAULT_PRELOAD)
+print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+print(forkserver.foreign_threads())
+"""
 
 
 def main() -> None:
@@ -46,6 +55,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="paint on the CPU too and compare")
     options = parser.parse_args()
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": smi("name")}
+    found["fork_server"] = preloaded()
     found["processes"] = probe(options.probes)
     with tempfile.TemporaryDirectory(prefix="exeunt-gpu-") as folder:
         environ = os.environ | {"EXEUNT_HOME": f"{folder}/home"}
@@ -58,6 +68,18 @@ def main() -> None:
         finally:
             subprocess.run([*exeunt(), "down"], env=environ, check=False, capture_output=True)
     print(json.dumps(found, indent=1))
+
+
+def preloaded() -> dict[str, Any]:
+    """What the fork server's imports leave behind in a process."""
+    status, threads = subprocess.run(
+        [sys.executable, "-c", PRELOADED], check=True, capture_output=True, text=True
+    ).stdout.splitlines()[-2:]
+    return {
+        "driver_status": int(status),
+        "is_cuda_initialised": int(status) != NOT_INITIALISED,
+        "threads_in_the_way": threads,
+    }
 
 
 def exeunt() -> list[str]:
@@ -157,8 +179,10 @@ class Watch:
         while self._is_running:
             self._look_at("flow", pid)
             for child in children(pid):
-                if "stages.forkserver" in command(child):
-                    self._look_at("fork server", child)
+                is_server = "stages.forkserver" in command(child)
+                self._look_at("fork server" if is_server else "other child", child)
+                for grandchild in children(child) if is_server else ():
+                    self._look_at("stage process", grandchild)
             self.peak_bytes = max(self.peak_bytes, memory_in_use())
             time.sleep(0.02)
 
