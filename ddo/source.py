@@ -194,6 +194,11 @@ def associate(
     return found
 
 
+def every_tensor_is_stored(module: nn.Module, found: Mapping[str, StoredTensor]) -> bool:
+    """Whether an association leaves no persistent tensor with the values of its making."""
+    return all(names[0] in found for names, _ in _distinct(module))
+
+
 def _refuse(module: nn.Module, files: WeightFiles, missing: list[str], extra: list[str]) -> None:
     where = next(iter(files.identities)).parent
     parts = []
