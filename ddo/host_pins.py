@@ -12,13 +12,17 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 _READ_ONLY = 0x08
+NOT_SUPPORTED = 801
+"""The driver's status for what it cannot do: the next tier serves the bytes."""
+
 _JOIN_GAP = 1 << 20  # pages between two copies that are cheaper to register than to skip
 
 
@@ -31,13 +35,23 @@ class Registrar(Protocol):
 
 
 class DriverRegistrar:
-    """The driver's own functions; the calling thread has a context of the device."""
+    """The driver's own functions; the calling thread has a context of the device.
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
+    Args:
+        library: In place of the driver's.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> int:
-        """Pin whole pages."""
+        """Pin whole pages; `NOT_SUPPORTED`, without asking the driver, for a private file's.
+
+        The kernel would copy each of those pages at best. Registered read-only, they were seen
+        never to return from the driver.
+        """
+        if touches_private_file(address, nbytes):
+            return NOT_SUPPORTED
         flags = _READ_ONLY if is_read_only else 0
         return int(
             self._library.cuMemHostRegister_v2(
@@ -48,6 +62,20 @@ class DriverRegistrar:
     def unregister(self, address: int) -> int:
         """Let pinned pages go."""
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
+
+
+def touches_private_file(address: int, nbytes: int, maps: Path = Path("/proc/self/maps")) -> bool:
+    """Whether any of these pages is of a file that is mapped `MAP_PRIVATE`. Linux only."""
+    try:
+        lines = maps.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
+        begin, end = (int(edge, 16) for edge in span.split("-"))
+        if begin < address + nbytes and address < end and permissions[3] == "p" and inode != "0":
+            return True
+    return False
 
 
 @dataclass(slots=True)

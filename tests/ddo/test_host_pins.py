@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 
-from ddo.host_pins import PAGE, HostPins
+from ddo.host_pins import NOT_SUPPORTED, PAGE, DriverRegistrar, HostPins
+from ddo.host_sources import map_shared
+from ddo.weight_files import FileIdentity
 
 
 class FakeRegistrar:
@@ -110,3 +115,85 @@ def test_empty_memory_needs_nothing():
     registrar = FakeRegistrar()
     HostPins(registrar, 1).pin([torch.empty(0, dtype=torch.uint8)])
     assert registrar.num_calls == 0
+
+
+class FakeLibrary:
+    """The driver's entry points; every registration succeeds."""
+
+    def __init__(self):
+        self.registered = []
+
+    def cuMemHostRegister_v2(self, address, nbytes, flags):  # noqa: N802 - the driver's name
+        self.registered.append((address.value, nbytes.value, flags.value))
+        return 0
+
+    def cuMemHostUnregister(self, address):  # noqa: N802 - the driver's name
+        return 0
+
+
+def private_file(path, num_pages=4):
+    path.write_bytes(bytes(range(256)) * (num_pages * PAGE // 256))
+    with path.open("rb") as file:
+        return torch.frombuffer(
+            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
+        )
+
+
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_a_private_mapping_of_a_file_is_refused_without_asking_the_driver(tmp_path, is_read_only):
+    """A small one, registered read-only, was seen never to come back from the driver."""
+    library = FakeLibrary()
+    memory = private_file(tmp_path / "private")
+    status = DriverRegistrar(library).register(
+        memory.data_ptr() + PAGE, 2 * PAGE, is_read_only=is_read_only
+    )
+    assert status == NOT_SUPPORTED
+    assert library.registered == []
+
+
+def test_shared_mappings_and_anonymous_memory_are_registered(tmp_path):
+    library = FakeLibrary()
+    registrar = DriverRegistrar(library)
+    (tmp_path / "shared").write_bytes(bytes(4 * PAGE))
+    shared = map_shared(tmp_path / "shared", FileIdentity.of(tmp_path / "shared"))
+    assert registrar.register(shared.data_ptr(), 4 * PAGE, is_read_only=True) == 0
+    anonymous = torch.frombuffer(mmap.mmap(-1, 2 * PAGE), dtype=torch.uint8)
+    assert registrar.register(anonymous.data_ptr(), 2 * PAGE, is_read_only=False) == 0
+    assert library.registered == [
+        (shared.data_ptr(), 4 * PAGE, 0x08),
+        (anonymous.data_ptr(), 2 * PAGE, 0),
+    ]
+
+
+def test_a_range_with_one_page_of_a_private_file_is_refused(tmp_path):
+    """The page lies in the middle of anonymous memory."""
+    library = FakeLibrary()
+    around = torch.frombuffer(mmap.mmap(-1, 4 * PAGE), dtype=torch.uint8)
+    (tmp_path / "private").write_bytes(bytes(PAGE))
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    with (tmp_path / "private").open("rb") as file:
+        fixed = 0x10
+        placed = libc.mmap(
+            ctypes.c_void_p(around.data_ptr() + 2 * PAGE),
+            ctypes.c_size_t(PAGE),
+            mmap.PROT_READ,
+            mmap.MAP_PRIVATE | fixed,
+            file.fileno(),
+            ctypes.c_long(0),
+        )
+    assert placed == around.data_ptr() + 2 * PAGE
+    registrar = DriverRegistrar(library)
+    address = around.data_ptr()
+    assert registrar.register(address, 4 * PAGE, is_read_only=False) == NOT_SUPPORTED
+    assert registrar.register(address, 2 * PAGE, is_read_only=False) == 0
+
+
+def test_the_next_tier_serves_a_private_mapping(tmp_path):
+    memory = private_file(tmp_path / "private")
+    pins = HostPins(DriverRegistrar(FakeLibrary()), 1 << 30)
+    pins.pin([memory])
+    assert pins.counters.slab_bytes == memory.numel()
+    assert pins.counters.last_status == NOT_SUPPORTED
+    assert torch.equal(torch.cat(pins.sources(memory)), memory)
+    pins.close()
