@@ -6,23 +6,22 @@ that a module holds beside its children are in use while those run, and stay on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ddo.errors import DdoError
 from ddo.host_sources import HostSources, map_shared
+from ddo.inner import Shell, plain_data, shells
 from ddo.layout import BlockLayout, Piece, lay_out_block
+from ddo.owning import NotOwnable, why_not_ownable
 from ddo.planning import BlockSpec
 from ddo.source import byte_view
 from ddo.transfer import HostCopy
+from ddo.users import Use, uses_of_weights
 from ddo.weight_files import SourceError, WeightFiles
 
-# These read their children's weights without calling them, or replace the whole call by one
-# fused operator, so that hooks on the children would never run.
-_OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _FIRST_BLOCK_SHARE = 0.05
 
 __all__ = [
@@ -36,22 +35,20 @@ __all__ = [
 ]
 
 
-class NotOwnable(DdoError, TypeError):
-    """A module's weights cannot be moved as bytes; the message says why."""
-
-
 @dataclass(slots=True, eq=False)
 class Member:
     """One weight of a block.
 
     Attributes:
         names: In the module; several if it is tied.
-        tensor: The parameter or buffer object, whose `data` is exchanged.
+        tensor: The parameter, or a plain tensor inside of it, whose `data` is exchanged.
         found: Its data when it was found, on the CPU.
         offset: First byte in the block.
         is_mapped: Whether a file holds the same bytes.
         address: Where the data lie that were found.
         bound: Where the data lie that the module computes with.
+        others: Further objects that are the same tensor.
+        weight: The parameter that `tensor` is a part of, if it is not the parameter itself.
     """
 
     names: tuple[str, ...]
@@ -61,6 +58,18 @@ class Member:
     is_mapped: bool = False
     address: int = 0
     bound: int = 0
+    others: tuple[Tensor, ...] = ()
+    weight: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter, as the module sees it."""
+        return (self.tensor if self.weight is None else self.weight).dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a backward pass would want it."""
+        return (self.tensor if self.weight is None else self.weight).requires_grad
 
     @property
     def name(self) -> str:
@@ -78,6 +87,8 @@ class Member:
     def bind(self, data: Tensor) -> None:
         """Let the module compute with `data`."""
         self.tensor.data = data
+        for other in self.others:
+            other.data = data
         self.bound = data.data_ptr()
 
 
@@ -90,12 +101,14 @@ class Block:
         users: Modules whose `forward` uses it.
         members: Its weights.
         must_stay: Why it cannot leave the device; empty if it can.
+        shells: Of the quantized weights whose tensors are here.
     """
 
     name: str
     users: tuple[nn.Module, ...]
     members: list[Member]
     must_stay: str = ""
+    shells: list[Shell] = field(default_factory=list)
     layout: BlockLayout = field(default_factory=lambda: lay_out_block([]))
     copies: tuple[HostCopy, ...] = ()
 
@@ -111,11 +124,15 @@ class Block:
         """Let all users compute with these."""
         for member, view in zip(self.members, views, strict=True):
             member.bind(view)
+        for shell in self.shells:
+            shell.place()
 
     def unbind(self) -> None:
         """Give every weight the data that was found."""
         for member in self.members:
             member.bind(member.found)
+        for shell in self.shells:
+            shell.restore()
 
     def spec(self, compute_weight: float | None = None) -> BlockSpec:
         """The block as the planner sees it."""
@@ -142,32 +159,6 @@ class Inventory:
     placed: list[str]
 
 
-def why_not_ownable(module: nn.Module) -> str | None:
-    """Why weights cannot be moved as bytes; None if they can."""
-    for name, child in module.named_modules():
-        where = f"{name or 'the module'} ({type(child).__name__})"
-        if _has_offload_hook(child):
-            return f"{where} has hooks of another offloader"
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None):
-            return f"{where} is compiled"
-        for tensor_name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is None:
-                continue
-            if type(tensor.data) is not Tensor or type(tensor) not in _PLAIN:
-                return f"{tensor_name} of {where} is a {type(tensor).__name__}, more than its bytes"
-    return None
-
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _has_offload_hook(child: nn.Module) -> bool:
-    if hasattr(child, "_hf_hook"):
-        return True
-    hooks = getattr(getattr(child, "_diffusers_hook", None), "hooks", {})
-    return any("offload" in name for name in hooks)
-
-
 def take_inventory(
     module: nn.Module, device: torch.device, hints: WeightFiles | None = None
 ) -> Inventory:
@@ -184,31 +175,28 @@ def take_inventory(
         raise NotOwnable(f"{reason}: {type(module).__name__}; take preset group or resident")
     groups: dict[tuple[int, ...], Block] = {}
     placed: list[str] = []
-    for names, tensor, users in _weights(module):
-        if tensor.is_meta:
-            raise SourceError(f"weight {names[0]!r} has no values; load it before attaching")
-        if tensor.device.type != "cpu":
-            placed.append(names[0])
+    shelled: set[int] = set()
+    for use in uses_of_weights(module):
+        if use.tensors[0].is_meta:
+            raise SourceError(f"weight {use.names[0]!r} has no values; load it before attaching")
+        if use.tensors[0].device.type != "cpu":
+            placed.append(use.names[0])
             continue
-        if device.type == "cpu" and byte_view(tensor.data) is None:
-            raise NotOwnable(f"weight {names[0]!r} shares elements; make it contiguous")
-        key = tuple(id(user) for user in users)
+        member = _member(use)
+        if device.type == "cpu" and byte_view(member.found) is None:
+            raise NotOwnable(f"weight {use.names[0]!r} shares elements; make it contiguous")
+        key = tuple(id(user) for user in use.users)
         if key not in groups:
             groups[key] = Block(
-                name=names[0].rpartition(".")[0] or names[0],
-                users=tuple(users),
+                name=use.module_name or use.names[0],
+                users=tuple(use.users),
                 members=[],
-                must_stay=_must_stay(users),
+                must_stay=use.why_must_stay(),
             )
-        groups[key].members.append(
-            Member(
-                tuple(names),
-                tensor,
-                tensor.data,
-                address=tensor.data_ptr(),
-                bound=tensor.data_ptr(),
-            )
-        )
+        groups[key].members.append(member)
+        if member.weight is not None and id(member.weight) not in shelled:
+            shelled.add(id(member.weight))
+            groups[key].shells += shells(member.weight)
     blocks = list(groups.values())
     _make_names_unique(blocks)
     own = _lay_out(blocks, HostSources(hints))
@@ -222,41 +210,18 @@ def take_inventory(
     return Inventory(blocks=blocks, buffers=buffers, own_memory_bytes=own, placed=placed)
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[list[str], nn.Parameter, list[nn.Module]]]:
-    """Every parameter once, with its names and the modules in whose `forward` it is used."""
-    found: dict[int, tuple[list[str], nn.Parameter, list[nn.Module]]] = {}
-    for name, child, user in _walk(module, "", None, set()):
-        for own_name, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            entry = found.setdefault(id(parameter), ([], parameter, []))
-            entry[0].append(f"{name}.{own_name}" if name else own_name)
-            if user not in entry[2]:
-                entry[2].append(user)
-    yield from found.values()
-
-
-def _walk(
-    module: nn.Module, name: str, opaque: nn.Module | None, seen: set[int]
-) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Modules with the module that uses their weights: themselves, or an opaque one around."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if opaque is None and (isinstance(module, _OPAQUE) or "parametrizations" in module._modules):
-        opaque = module
-    yield name, module, opaque or module
-    for child_name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, f"{name}.{child_name}" if name else child_name, opaque, seen)
-
-
-def _must_stay(users: Sequence[nn.Module]) -> str:
-    for user in users:
-        is_opaque = isinstance(user, _OPAQUE) or "parametrizations" in user._modules
-        if not is_opaque and any(child is not None for child in user._modules.values()):
-            return "used beside the modules inside of its own"
-    return ""
+def _member(use: Use) -> Member:
+    tensor, *others = use.tensors
+    found = plain_data(tensor)
+    return Member(
+        tuple(use.names),
+        tensor,
+        found,
+        address=found.data_ptr(),
+        bound=found.data_ptr(),
+        others=tuple(others),
+        weight=use.weight if use.weight is not tensor else None,
+    )
 
 
 def _make_names_unique(blocks: list[Block]) -> None:

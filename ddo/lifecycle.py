@@ -242,7 +242,7 @@ class OffloadSession:
 
     def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise SessionError for `to`, `cuda`, `half` and the like, unless they change nothing."""
-        for dtype in {m.found.dtype for b in self._inventory.blocks for m in b.members}:
+        for dtype in {m.dtype for b in self._inventory.blocks for m in b.members}:
             probe = torch.empty(0, dtype=dtype, device=self.device)
             changed = change(probe)
             if (changed.device, changed.dtype) != (probe.device, probe.dtype):

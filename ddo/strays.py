@@ -42,6 +42,8 @@ class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the tensors inside come by when the wrapper computes with them
         args, kwargs = tree_map_only(Tensor, self._lend, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -108,7 +108,7 @@ class Streamer:
     def use(self, number: int) -> None:
         """A layer begins: bind its streamed block's weights to the device."""
         block = self._blocks[number]
-        if torch.is_grad_enabled() and any(m.tensor.requires_grad for m in block.members):
+        if torch.is_grad_enabled() and any(m.requires_grad for m in block.members):
             raise GradientError(
                 f"weights of {block.name!r} stream but require gradients; call the module under "
                 "torch.no_grad() or torch.inference_mode()"

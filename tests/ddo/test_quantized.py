@@ -1,0 +1,192 @@
+"""Quantized modules keep their own forward while their inner tensors stream."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ddo.attaching import attach
+from ddo.blocks import take_inventory, why_not_ownable
+from ddo.claims import SessionError
+from ddo.inner import inner_tensors
+from ddo.lifecycle import OffloadSession
+from ddo.settings import OffloadSettings
+from ddo.strays import StrayFinder
+from ddo.stream import GradientError
+from tests.ddo.fake_backend import FakeBackend
+from tests.ddo.quantized import KINDS, make_input, make_tower, run
+
+CPU = torch.device("cpu")
+
+
+def session_of(tower, backend=None, *, share=0.7, preset="stream"):
+    """A session whose weights may take a share of their bytes."""
+    total = sum(block.nbytes for block in take_inventory(tower, CPU).blocks)
+    budget = int(share * total)
+    settings = OffloadSettings(preset=preset, device_budget=budget + 1, reserve=1, link_rate="1GB")
+    return OffloadSession(tower, settings, backend or FakeBackend())
+
+
+def streamed(session):
+    return {block.name for block in session.plan.blocks if block.placement == "ring"}
+
+
+def parts_of(tower):
+    """Each weight's class, and where each of its plain tensors lies."""
+    return [
+        (name, type(weight), id(weight), weight.device, inner.path, tensor.data_ptr(), tensor.dtype)
+        for child_name, child in tower.named_modules()
+        for name, weight in child._parameters.items()
+        if weight is not None
+        for inner in inner_tensors(weight, child)
+        for tensor in inner.tensors
+    ]
+
+
+@pytest.mark.parametrize("preset", ["stream", "low_memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_module_streams_with_equal_results_and_is_restored(kind, preset):
+    """Invariants 2, 3, 8 and 9."""
+    tower, x = make_tower(kind), make_input()
+    expected = run(tower, x)
+    before = parts_of(tower)
+    backend = FakeBackend(3, needs_pins=True)
+    with session_of(tower, backend, preset=preset) as session, backend.reading():
+        for _ in range(4):
+            assert torch.equal(run(tower, x), expected)
+        assert session.plan.mode == "stream"
+        assert any(name.startswith("layers.") for name in streamed(session))
+    assert parts_of(tower) == before
+    assert torch.equal(run(tower, x), expected)
+    assert backend.allocated_bytes() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_inner_tensor_is_on_the_device_while_its_layer_computes(kind):
+    """Invariant 7."""
+    tower, x = make_tower(kind), make_input()
+    backend = FakeBackend(1)
+    seen = []
+
+    def look(layer, _args):
+        for inner in inner_tensors(layer.weight, layer):
+            for tensor in inner.tensors:
+                address = tensor.data_ptr()
+                spans = [(a, a + n) for a, n, _ in backend.memories]
+                seen.append((inner.path, any(low <= address < high for low, high in spans)))
+
+    with session_of(tower, backend, preset="low_memory"):
+        run(tower, x)
+        handles = [layer.down.register_forward_pre_hook(look) for layer in tower.layers]
+        run(tower, x)
+        for handle in handles:
+            handle.remove()
+    assert len(seen) >= len(tower.layers)
+    assert all(is_on_device for _, is_on_device in seen), seen
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "quanto int4", "bitsandbytes nf4", "gguf Q8_0"])
+def test_a_quantized_module_that_fits_is_resident(kind):
+    tower, x = make_tower(kind), make_input()
+    expected, before = run(tower, x), parts_of(tower)
+    with session_of(tower, share=1.5, preset="auto") as session:
+        assert session.plan.mode == "resident"
+        assert torch.equal(run(tower, x), expected)
+        assert session.report().fallbacks[0].what == "source"  # the weights are in no file
+    assert parts_of(tower) == before
+
+
+@pytest.mark.parametrize("kind", ["quanto int8"])
+def test_a_quantized_weight_that_requires_gradients_is_not_streamed_into_a_backward_pass(kind):
+    tower, x = make_tower(kind), make_input()
+    tower.layers[1].up.weight.requires_grad_(True)
+    with session_of(tower, preset="low_memory"):
+        run(tower, x)
+        with pytest.raises(GradientError, match=r"weights of 'layers\.1\.up' stream but"):
+            tower(x)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "quanto float8", "gguf Q4_0"])
+def test_a_cast_to_what_a_quantized_module_is_already_changes_nothing(kind):
+    tower = make_tower(kind)
+    with session_of(tower):
+        if kind != "gguf Q4_0":  # there the weights are bytes to everybody
+            assert tower.to(torch.bfloat16) is tower
+        with pytest.raises(SessionError, match="its weights cannot be changed to torch"):
+            tower.float()
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "quanto int8"])
+def test_a_quantized_weight_used_outside_of_its_layer_is_found(kind):
+    tower, x = make_tower(kind), make_input()
+    blocks = take_inventory(tower, CPU).blocks
+    finder = StrayFinder(enumerate(blocks), CPU)
+    weight = tower.layers[2].up.weight
+    with torch.no_grad(), finder:
+        torch.nn.functional.linear(x, weight)
+        weight.dequantize()
+    assert [blocks[number].name for number in finder.found] == ["layers.2.up"]
+
+
+class Opaque(torch.Tensor):
+    """A tensor of a library that nobody has heard of."""
+
+
+def tinygemm():
+    """A tower whose matrices quanto packs for the processor that they are on."""
+    tower = make_tower("quanto int4", width=256)
+    kinds = {type(layer.up.weight).__name__ for layer in tower.layers}
+    if kinds != {"TinyGemmWeightQBitsTensor"}:
+        pytest.skip(f"quanto has no packing for this processor, weights are {kinds}")
+    return tower
+
+
+def unquantized():
+    bnb = pytest.importorskip("bitsandbytes")
+    tower = make_tower("bitsandbytes nf4")
+    tower.layers[0].up = bnb.nn.Linear4bit(64, 192, compute_dtype=torch.bfloat16)
+    return tower.requires_grad_(False)
+
+
+def packed_for_the_cpu():
+    tower = make_tower("bitsandbytes nf4")
+    tower.layers[0].up.weight.quant_state.packing_format_for_cpu = True
+    return tower
+
+
+def unknown():
+    tower = make_tower("gguf Q8_0")
+    data = tower.layers[1].up.weight.as_tensor().as_subclass(Opaque)
+    tower.layers[1].up.weight = nn.Parameter(data, requires_grad=False)
+    return tower
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tinygemm, r"weight of layers\.0\.up \(QLinear\) is a "
+         r"optimum\.quanto\.TinyGemmWeightQBitsTensor, packed for the device that it is on"),
+        (unquantized, r"layers\.0\.up \(Linear4bit\) is a bitsandbytes\.Params4bit that is not "
+         r"quantized yet; move the module to its device once"),
+        (packed_for_the_cpu, r"is a bitsandbytes\.Params4bit, packed for this CPU; load it again"),
+        (unknown, r"layers\.1\.up \(GGUFLinear\) is a tests\.Opaque, more than its bytes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_over_is_told_by_library_and_class(make, reason):
+    assert re.search(reason, why_not_ownable(make()) or "")
+
+
+def test_weights_packed_for_a_device_take_the_group_route_and_say_why():
+    tower = tinygemm()
+    x = make_input(256)
+    expected = run(tower, x)
+    with attach(tower, OffloadSettings(preset="stream"), backend=FakeBackend()) as session:
+        assert session.plan.mode == "group"
+        assert torch.equal(run(tower, x), expected)
+        [fallback] = session.report().fallbacks
+    assert fallback.what == "group"
+    assert "optimum.quanto.TinyGemmWeightQBitsTensor" in fallback.reason
+    assert torch.equal(run(tower, x), expected)
