@@ -216,6 +216,9 @@ def prepare_environment() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # numpy's BLAS starts a thread per core when it is imported; torch has its own BLAS.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # OpenMP's threads wait for each other by spinning, which slows a stage twenty-fold as soon
+    # as other work takes a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # pyarrow's allocator would start a thread of its own to give memory back.
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"

@@ -343,3 +343,15 @@ def test_a_spawned_child_imports_no_torch_before_its_first_request(pipes: Pipes)
         os.write(pipes.request_w, line("facts", ["torch", "numpy", "diffusers"]))
 
         assert pipes.next_event().report["answer"]["modules"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+def test_threads_wait_without_spinning_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
+) -> None:
+    environ = dict(given)
+    monkeypatch.setattr(os, "environ", environ)
+    worker.prepare_environment()
+    assert environ["OMP_WAIT_POLICY"] == expected
