@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,7 +85,8 @@ def attach_loaded(
     reason: str | None = None
     if backend is None:
         with setup.phase("open_device"):
-            backend, reason = _open_backend(place, settings)
+            opened = open_device(place, settings)
+        backend, reason = opened.backend, opened.fallback_reason
     session = OffloadSession(
         module, settings, backend, entry_points=entry_points, hints=files, setup=setup
     )
@@ -128,21 +131,50 @@ def _other_route(
     return GroupSession(module, device, reason, is_fallback=settings.preset != "group")
 
 
-def _open_backend(device: torch.device, settings: OffloadSettings) -> tuple[Backend, str | None]:
-    """The device's backend, and why it is not the native one if it is not."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"no CUDA device is usable, {device} was asked for; use device cpu")
-    if device.type == "cuda":
-        torch.empty(1, device=device)  # torch makes the context that everything else shares
+@dataclass(frozen=True, slots=True)
+class OpenedDevice:
+    """A device's backend, and why it is not the native one if it is not."""
+
+    backend: Backend
+    fallback_reason: str | None = None
+
+    def memory(self) -> AbstractContextManager[None]:
+        """While open, what torch allocates in this thread counts against the device's limit.
+
+        Plain torch enforces no limit: there this changes nothing.
+
+        Raises:
+            native.StateError: Another such scope is open on the device.
+        """
+        if self.backend.device.type != "cuda" or isinstance(self.backend, TorchBackend):
+            return nullcontext()
+        from ddo.backend import NativeBackend, torch_memory
+
+        assert isinstance(self.backend, NativeBackend)
+        return torch_memory(self.backend)
+
+
+def open_device(device: str | torch.device, settings: OffloadSettings) -> OpenedDevice:
+    """A CUDA device under the settings' budgets, to be shared by `attach` and torch itself.
+
+    Raises:
+        DeviceError: It is no CUDA device, or none is usable.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"no CUDA device is usable, {place} was asked for; use device cpu")
+    if place.type == "cuda":
+        torch.empty(1, device=place)  # torch makes the context that everything else shares
     host = settings.host_budget_bytes
     if host is None:
         host = int(read_host_memory().available_bytes * _PINNED_SHARE)
     limit = settings.device_budget_bytes
     if limit is None:
-        limit, _ = torch.cuda.mem_get_info(device)
+        limit, _ = torch.cuda.mem_get_info(place)
     try:
         from ddo.backend import open_backend
     except ImportError as error:
-        return TorchBackend(device, host), f"the native extension cannot be imported: {error}"
-    opened = open_backend(device, limit_bytes=limit, host_budget_bytes=host)
-    return opened.backend, opened.fallback_reason
+        reason = f"the native extension cannot be imported: {error}"
+        return OpenedDevice(TorchBackend(place, host), reason)
+    opened = open_backend(place, limit_bytes=limit, host_budget_bytes=host)
+    return OpenedDevice(opened.backend, opened.fallback_reason)

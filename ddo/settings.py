@@ -98,6 +98,10 @@ class OffloadSettings:
         return self._bytes("host_budget")
 
     @property
+    def reserve_bytes(self) -> int | None:
+        return self._bytes("reserve")
+
+    @property
     def link_bytes_per_s(self) -> int | None:
         return self._bytes("link_rate")
 

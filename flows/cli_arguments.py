@@ -80,6 +80,6 @@ def _converter(kinds: list[Any]) -> Callable[[str], Any]:
 
 
 def _metavar(kinds: list[Any]) -> str:
-    if int in kinds:
+    if kinds[0] is int:  # the first kind is what people type
         return "N"
     return "X" if float in kinds else "TEXT"

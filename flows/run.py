@@ -22,7 +22,7 @@ from flows.progress import report_progress
 from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
-from stages.contracts import StageContext, StageName, StageRequest, StageResult
+from stages.contracts import OffloadChoice, StageContext, StageName, StageRequest, StageResult
 from stages.errors import RequestError
 from stages.manifest import Manifest
 from stages.models import ModelDirectory
@@ -117,6 +117,7 @@ class Run:
         device: `cpu`, `cuda` or `cuda:N`.
         fresh: Compute every stage anew, whatever the store holds.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
+        offload: How models share a GPU with the work; no part of any request.
         timeout_s: Longest time for one request; None waits for ever.
     """
 
@@ -131,6 +132,7 @@ class Run:
         device: str,
         fresh: bool = False,
         on_truncate: str = "warn",
+        offload: OffloadChoice | None = None,
         timeout_s: float | None = None,
         run_id: str = "",
     ) -> None:
@@ -147,6 +149,7 @@ class Run:
                 "home_dir": str(settings.home.root),
                 "device": device,
                 "on_truncate": on_truncate,
+                "offload": offload or OffloadChoice(),
                 "run_id": run_id,
             }
         )

@@ -19,8 +19,10 @@ from flows.run import Run, model_settings
 from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore
+from stages.contracts import OffloadChoice, OffloadPreset
 from stages.media import check_output_folder
 from stages.models import ModelDirectory, open_model, resolve_model
+from stages.offload_rules import choose_offload, without_effect
 
 DEFAULT_STEPS = 8
 DEFAULT_GUIDANCE = 1.0
@@ -53,6 +55,9 @@ def z_image(
     model: str = "miniature",
     dtype: str = "auto",
     device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
     output: str = "pictures",
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
@@ -73,6 +78,11 @@ def z_image(
         model: A model directory, or miniature for the model that comes with exeunt.
         dtype: float32, bfloat16, float16, or auto for that of the model's files.
         device: cpu, cuda, cuda:N, or auto.
+        offload: How weights share a GPU with the work; by default DDO_PRESET, else auto, which
+            streams a model's weights only if they do not fit.
+        device_budget: Device memory for weights and work, such as 12GiB; by default what is free.
+        host_budget: Host memory that may be pinned, such as 8GiB; by default three fifths of
+            what is available.
         output: Folder for the pictures.
         embed_settings: Write the settings into each picture.
         on_truncate: warn or error when a prompt is longer than the text encoder reads.
@@ -91,6 +101,9 @@ def z_image(
         model=model,
         dtype=dtype,
         device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
         output=output,
     )
     run = Run(
@@ -102,9 +115,10 @@ def z_image(
         device=job.device,
         fresh=fresh,
         on_truncate=on_truncate,
+        offload=job.offload,
         run_id=flow_run.id or "",
     )
-    for warning in job.model.warnings:
+    for warning in job.warnings:
         run.display.warn(warning)
     guided = job.guidance_scale > 1
     if job.negative_prompt and not guided:
@@ -182,7 +196,9 @@ class Job:
     model_name: str
     dtype: str
     device: str
+    offload: OffloadChoice
     folder: Path
+    warnings: tuple[str, ...]
 
 
 def check(
@@ -199,6 +215,9 @@ def check(
     model: str,
     dtype: str,
     device: str,
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
     output: str,
 ) -> Job:
     """Check every argument, against the model's own configuration where it decides.
@@ -225,6 +244,8 @@ def check(
     if guidance_scale is None:
         guidance_scale = own.get("guidance_scale", DEFAULT_GUIDANCE)
     prompts = [prompt] if isinstance(prompt, str) else prompt
+    device = settings.device if device == "auto" else rules.check_device_name(device)
+    idle = without_effect(device, offload, device_budget, host_budget)
     return Job(
         prompts=[rules.check_prompt(text, "prompt") for text in prompts],
         negative_prompt=rules.check_prompt(negative_prompt, "negative_prompt"),
@@ -237,6 +258,8 @@ def check(
         model=opened,
         model_name=model if model == "miniature" else opened.directory.name,
         dtype=rules.check_dtype(dtype, opened.components["transformer"].file_dtype),
-        device=settings.device if device == "auto" else rules.check_device_name(device),
+        device=device,
+        offload=choose_offload(offload, device_budget, host_budget),
         folder=check_output_folder(output),
+        warnings=(*opened.warnings, *([idle] if idle else [])),
     )

@@ -17,6 +17,7 @@ MAX_SEED = 2**64 - 1
 
 Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 StageName = Literal["inspect", "encode", "condition", "denoise", "decode"]
+OffloadPreset = Literal["auto", "resident", "stream", "low_memory", "group", "off"]
 
 
 def canonical_json(value: JsonValue) -> bytes:
@@ -131,6 +132,26 @@ class StageRequest(Record):
         return json_digest(self.model_dump(mode="json"))
 
 
+class OffloadChoice(Record):
+    """How a stage's models share the device with their work; no bit of a result depends on it.
+
+    The fields are those of `ddo.OffloadSettings`, which checks them in `stages.offload_rules`.
+
+    Attributes:
+        preset: `auto` streams weights only if they do not fit.
+        device_budget: Bytes of device memory for weights and work; None: what is free.
+        host_budget: Bytes of host memory that may be pinned; None: a share of what is left.
+        reserve: Bytes of the device budget that are left to the work; None: a share of it.
+        link_rate: Bytes per second to the device; None: measured.
+    """
+
+    preset: OffloadPreset = "auto"
+    device_budget: int | None = Field(default=None, ge=1)
+    host_budget: int | None = Field(default=None, ge=1)
+    reserve: int | None = Field(default=None, ge=1)
+    link_rate: int | None = Field(default=None, ge=1)
+
+
 class StageContext(Record):
     """Where and how a request runs; none of it may change a bit of the result.
 
@@ -141,6 +162,7 @@ class StageContext(Record):
         device: `cpu`, `cuda` or `cuda:N`.
         num_threads: CPU threads of this stage; None leaves torch's own choice.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
+        offload: How models that the device does not hold are streamed to it.
         run_id: Names the run in logs and reports.
     """
 
@@ -150,4 +172,5 @@ class StageContext(Record):
     device: str = "cpu"
     num_threads: int | None = Field(default=None, ge=1)
     on_truncate: Literal["warn", "error"] = "warn"
+    offload: OffloadChoice = OffloadChoice()
     run_id: str = ""

@@ -6,6 +6,7 @@ A stage process serves many requests of one phase; its pipeline is loaded once a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
 from stages.handover import unpack, write
 from stages.models import open_model
+from stages.offload import Placement
 from stages.phases import Graph, Handover, run_phase, split
 from stages.report import RunTracker
 
@@ -46,6 +48,7 @@ class Job:
         guidance: Guider component -> scale.
         handed: What the upstream artifacts hold, on the stage's device.
         facts: What the upstream artifacts say about themselves, by role.
+        placement: Where the phase's models compute; set when they are loaded.
     """
 
     request: StageRequest
@@ -59,6 +62,7 @@ class Job:
     guidance: dict[str, float]
     handed: Handover
     facts: dict[str, dict[str, Any]]
+    placement: Placement | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,17 +115,22 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
 
 
 def loaded_pipe(job: Job) -> Any:
-    """The phase's pipeline with all its components on the device; loaded once a process."""
-    pipe = prepared_pipe(job)
+    """The phase's pipeline with all its components where they compute; loaded once a process."""
+    kept = _kept(job)
+    pipe, placement = kept.pipe, kept.placement
     names = [name for name in component_names(pipe) if getattr(pipe, name, None) is None]
-    if names:
+    if names or not kept.is_placed:
         job.events.progress("loading", message=", ".join(names))
         with job.tracker.host_phase("load"):
             _require_same_files(job)
-            load(job.graph, pipe, names, job.model_dir, dtype=job.dtype)
+            if names:
+                load(job.graph, pipe, names, job.model_dir, dtype=job.dtype)
             _require_same_files(job)
-            pipe.to(job.context.device)
+        with job.tracker.host_phase("place"):
+            placement.place(pipe, open_model(job.model_dir).components)
+        kept.is_placed = True
     renew_job_state(pipe, job.guidance)
+    job.placement = placement
     return pipe
 
 
@@ -143,8 +152,7 @@ def _require_same_files(job: Job) -> None:
 
 def prepared_pipe(job: Job) -> Any:
     """The phase's pipeline, perhaps without weights yet; the same one for every request."""
-    request = job.request
-    return _pipe(request.family, request.task, request.stage, job.context.model_dir, request.dtype)
+    return _kept(job).pipe
 
 
 def run_job(job: Job, pipe: Any) -> Handover:
@@ -154,11 +162,12 @@ def run_job(job: Job, pipe: Any) -> Handover:
         BorderError: The phase made values that cannot be right.
     """
     request = job.request
-    with job.tracker.host_phase("run"):
+    with job.tracker.host_phase("run"), job.placement.memory() if job.placement else nullcontext():
         made = run_phase(job.graph, request.stage, pipe, job.options, job.handed, seed=request.seed)
         if job.context.device.startswith("cuda"):
             torch.cuda.synchronize(job.context.device)
-    check_border(request.stage, {**made.values, **made.groups})
+        check_border(request.stage, {**made.values, **made.groups})
+    _require_same_files(job)  # weights were read from them until now
     return made
 
 
@@ -175,6 +184,8 @@ def finish(job: Job, artifacts: dict[str, ArtifactRef]) -> tuple[StageResult, di
     """Record artifacts under the request, and report."""
     result = StageResult(stage=job.request.stage, artifacts=artifacts)
     job.store.record(job.request, result)
+    if job.placement is not None:
+        job.tracker.facts["offload"] = job.placement.report()
     return result, job.tracker.report()
 
 
@@ -206,9 +217,34 @@ def _graph(family: str, task: str) -> Graph:
     return split(family_named(family), task)
 
 
-@lru_cache(maxsize=1)  # one phase, one model: a second model pushes the first one out
-def _pipe(family: str, task: str, phase: str, model_dir: str, dtype: str) -> Any:
-    return prepare(_graph(family, task), phase, Path(model_dir), dtype=torch_dtype(dtype))
+@dataclass(kw_only=True)
+class _Kept:
+    """The pipeline that this process keeps from request to request."""
+
+    key: tuple[object, ...]
+    pipe: Any
+    placement: Placement
+    is_placed: bool = False
+
+
+_KEPT: list[_Kept] = []  # one phase, one model: a second one pushes the first one out
+
+
+def _kept(job: Job) -> _Kept:
+    request, context = job.request, job.context
+    key = (
+        *(request.family, request.task, request.stage, request.dtype),
+        *(context.model_dir, context.device, context.offload),
+    )
+    if _KEPT and _KEPT[0].key == key:
+        return _KEPT[0]
+    while _KEPT:
+        _KEPT.pop().placement.detach()
+    graph = _graph(request.family, request.task)
+    pipe = prepare(graph, request.stage, job.model_dir, dtype=torch_dtype(request.dtype))
+    placement = Placement(context.device, context.offload)
+    _KEPT.append(_Kept(key=key, pipe=pipe, placement=placement))
+    return _KEPT[0]
 
 
 @lru_cache(maxsize=2)
