@@ -424,6 +424,48 @@ class StagingRing:
         """`prefers_direct`: read past the page cache where the file system allows it."""
 
 @final
+class StagedTransfer:
+    """Copies that reader threads are enqueueing."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block the host until all are enqueued; False if they are not by then.
+
+        Raises:
+            FileChangedError: A file has changed or become shorter; names file and offset.
+            FileAccessError: A file cannot be read.
+        """
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are enqueued, or one has failed and the rest are over."""
+
+@final
+class StagedBatch:
+    """Copies of which some go through a staging ring, submitted together again and again."""
+
+    def __init__(
+        self,
+        staging: StagingRing,
+        direct: Sequence[tuple[int, int, int]],
+        from_files: Sequence[tuple[FileMapping, int, int, int]],
+        from_memory: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Direct parts and those from memory are host address, bytes, device address.
+
+        Those from files are file, offset, bytes, device address. Both kinds are staged.
+        """
+    def submit(
+        self, stream: int, after: Sequence[EventFence], ready: EventFence
+    ) -> StagedTransfer:
+        """Enqueue behind `after`, and record `ready` behind all, by the transfer's end.
+
+        Before that `ready` is where it was: wait for the transfer, then for the fence.
+        """
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def staged_nbytes(self) -> int: ...
+
+@final
 class TimingTotals:
     """Device time between events, of what was measured."""
 

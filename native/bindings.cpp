@@ -19,6 +19,7 @@
 #include "native/fake_driver.hpp"
 #include "native/host_source.hpp"
 #include "native/readback.hpp"
+#include "native/staged_batch.hpp"
 #include "native/staging_ring.hpp"
 #include "native/torch_route.hpp"
 #include "native/transfer_ring.hpp"
@@ -112,6 +113,34 @@ ByUse host_bytes(const std::array<std::size_t, kNumUses>& numbers) {
 
 using PartTuple = std::tuple<std::uint64_t, std::size_t, cuda::DevicePtr>;
 using ItemTuple = std::tuple<std::shared_ptr<HostSource>, std::size_t, std::size_t, std::size_t>;
+
+using FilePartTuple =
+    std::tuple<std::shared_ptr<FileMapping>, std::size_t, std::size_t, cuda::DevicePtr>;
+
+std::vector<CopyBatch::Part> to_parts(const std::vector<PartTuple>& tuples) {
+    std::vector<CopyBatch::Part> parts;
+    for (const auto& [source, nbytes, target] : tuples) {
+        parts.push_back({reinterpret_cast<const std::byte*>(source), nbytes, target});
+    }
+    return parts;
+}
+
+std::shared_ptr<StagedBatch> make_staged_batch(const std::shared_ptr<StagingRing>& staging,
+                                               const std::vector<PartTuple>& direct,
+                                               const std::vector<FilePartTuple>& from_files,
+                                               const std::vector<PartTuple>& from_memory) {
+    std::vector<StagedBatch::Part> staged;
+    for (const auto& [file, offset, nbytes, target] : from_files) {
+        if (file == nullptr) {
+            throw SizeError("a staged copy has no file; give a FileMapping");
+        }
+        staged.push_back({file, offset, nullptr, nbytes, target});
+    }
+    for (const CopyBatch::Part& part : to_parts(from_memory)) {
+        staged.push_back({nullptr, 0, part.source, part.nbytes, part.target});
+    }
+    return std::make_shared<StagedBatch>(staging, to_parts(direct), staged);
+}
 
 std::shared_ptr<Unit> make_unit(const std::vector<ItemTuple>& tuples) {
     std::vector<UnitItem> items;
@@ -415,11 +444,7 @@ void bind_transfer(py::module_& m) {
              "is_read_only"_a);
     py::class_<CopyBatch, std::shared_ptr<CopyBatch>>(m, "CopyBatch", NoGilDestructor())
         .def(py::init([](std::shared_ptr<Device> device, const std::vector<PartTuple>& tuples) {
-                 std::vector<CopyBatch::Part> parts;
-                 for (const auto& [source, nbytes, target] : tuples) {
-                     parts.push_back({reinterpret_cast<const std::byte*>(source), nbytes, target});
-                 }
-                 return std::make_shared<CopyBatch>(std::move(device), parts);
+                 return std::make_shared<CopyBatch>(std::move(device), to_parts(tuples));
              }),
              Unlocked(), py::arg("device").none(false), "parts"_a)
         .def(
@@ -442,6 +467,33 @@ void bind_transfer(py::module_& m) {
              py::kw_only(), "num_buffers"_a = StagingOptions{}.num_buffers,
              "buffer_bytes"_a = StagingOptions{}.buffer_bytes,
              "num_threads"_a = StagingOptions{}.num_threads, "prefers_direct"_a = false);
+    py::class_<StagedTransfer, std::shared_ptr<StagedTransfer>>(m, "StagedTransfer",
+                                                                NoGilDestructor())
+        .def(
+            "wait",
+            [](StagedTransfer& transfer, double timeout_s) {
+                const auto failure = transfer.wait_for(timeout_s);
+                if (failure && *failure) {
+                    std::rethrow_exception(*failure);
+                }
+                return failure.has_value();
+            },
+            Unlocked(), "timeout_s"_a)
+        .def_property_readonly("is_complete",
+                               py::cpp_function(&StagedTransfer::is_complete, Unlocked()));
+    py::class_<StagedBatch, std::shared_ptr<StagedBatch>>(m, "StagedBatch", NoGilDestructor())
+        .def(py::init(&make_staged_batch), Unlocked(), py::arg("staging").none(false), "direct"_a,
+             "from_files"_a, "from_memory"_a)
+        .def(
+            "submit",
+            [](const StagedBatch& batch, std::uint64_t stream,
+               const std::vector<std::shared_ptr<EventFence>>& after,
+               std::shared_ptr<EventFence> ready) {
+                return batch.submit(to_stream(stream), after, std::move(ready));
+            },
+            Unlocked(), "stream"_a, "after"_a, py::arg("ready").none(false))
+        .def_property_readonly("nbytes", &StagedBatch::nbytes)
+        .def_property_readonly("staged_nbytes", &StagedBatch::staged_nbytes);
     py::class_<TimingLog::Totals>(m, "TimingTotals")
         .def_readonly("milliseconds", &TimingLog::Totals::milliseconds)
         .def_readonly("nbytes", &TimingLog::Totals::nbytes)

@@ -82,6 +82,16 @@ void FileMapping::verify() const {
     }
 }
 
+void FileMapping::verify_opened(std::size_t offset) const {
+    struct stat opened{};
+    if (fstat(file_, &opened) != 0 || identity_of(opened) != identity_) {
+        throw FileChanged("weight file changed before byte " + std::to_string(offset) +
+                          " of it was read, it had " + std::to_string(identity_.nbytes) +
+                          " bytes and has " + std::to_string(opened.st_size) + ": " + path_ +
+                          "; load it again");
+    }
+}
+
 void FileMapping::read(std::size_t offset, std::byte* target, std::size_t nbytes,
                        bool prefers_direct) const {
     while (nbytes > 0) {
@@ -97,11 +107,13 @@ void FileMapping::read(std::size_t offset, std::byte* target, std::size_t nbytes
             continue;
         }
         if (count < 0) {
-            throw FileError("weight file cannot be read: " + path_, errno);
+            throw FileError(
+                "weight file cannot be read at byte " + std::to_string(offset) + ": " + path_,
+                errno);
         }
         if (count == 0) {
-            throw FileChanged("weight file ends " + std::to_string(nbytes) +
-                              " bytes before its recorded size of " +
+            throw FileChanged("weight file ends at byte " + std::to_string(offset) + ", " +
+                              std::to_string(nbytes) + " bytes too early, it had " +
                               std::to_string(identity_.nbytes) + " bytes: " + path_ +
                               "; load it again");
         }

@@ -1,6 +1,8 @@
 #include "native/staging_ring.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "native/error.hpp"
@@ -11,6 +13,15 @@ namespace exeunt::native {
 std::exception_ptr StagedTransfer::wait() {
     std::unique_lock lock(mutex_);
     completed_.wait(lock, [this] { return num_remaining_ == 0; });
+    return failure_;
+}
+
+std::optional<std::exception_ptr> StagedTransfer::wait_for(double seconds) {
+    std::unique_lock lock(mutex_);
+    if (!completed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                             [this] { return num_remaining_ == 0; })) {
+        return std::nullopt;
+    }
     return failure_;
 }
 
@@ -143,17 +154,29 @@ void StagingRing::move_chunk(const Chunk& chunk, Buffer& buffer) const {
     // The copy out of this buffer may still read it; overwriting it now would corrupt that unit.
     buffer.drained->synchronize();
     const Copy& copy = *chunk.copy;
+    std::size_t skipped = 0;
+    if (copy.file) {
+        skipped = read_chunk(chunk, buffer);
+    } else {
+        std::memcpy(buffer.memory->data(), copy.address + chunk.begin, chunk.nbytes);
+    }
+    const StagedTransfer& transfer = *chunk.transfer;
+    const Copy part{buffer.memory->data() + skipped, chunk.nbytes, copy.target_offset + chunk.begin,
+                    nullptr, 0};
+    enqueue_copies(*device_, std::span(&part, 1), transfer.base_, transfer.stream_);
+    buffer.drained->record(transfer.stream_);
+}
+
+std::size_t StagingRing::read_chunk(const Chunk& chunk, const Buffer& buffer) const {
+    const Copy& copy = *chunk.copy;
     const std::size_t wanted = copy.file_offset + chunk.begin;
     const std::size_t begin = align_down(wanted, kDirectAlignment);
     const std::size_t skipped = wanted - begin;
     const std::size_t end = std::min(
         align_up(wanted + chunk.nbytes, kDirectAlignment, "a staged read"), copy.file->nbytes());
     copy.file->read(begin, buffer.memory->data(), end - begin, options_.prefers_direct);
-    const StagedTransfer& transfer = *chunk.transfer;
-    const Copy part{buffer.memory->data() + skipped, chunk.nbytes, copy.target_offset + chunk.begin,
-                    nullptr, 0};
-    enqueue_copies(*device_, std::span(&part, 1), transfer.base_, transfer.stream_);
-    buffer.drained->record(transfer.stream_);
+    copy.file->verify_opened(wanted);  // after the read: it may have changed meanwhile
+    return skipped;
 }
 
 void StagingRing::finish_chunk(const Chunk& chunk, std::exception_ptr failure) {

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import native
@@ -306,6 +307,107 @@ def test_unpinned_bytes_come_through_reader_threads(
     assert 0 < stats.staged_bytes < stats.copied_bytes
     assert rig.violations() == []
     ring.close()
+
+
+def staging_of(rig: DeviceRig) -> native.StagingRing:
+    return native.StagingRing(
+        rig.device, rig.host_budget, num_buffers=3, buffer_bytes=rig.page // 4, num_threads=2
+    )
+
+
+def fill(
+    rig: DeviceRig, batch: native.StagedBatch, after: native.EventFence | None = None
+) -> native.EventFence:
+    """Submit, wait for the reader threads, and let the consumer's stream wait for the copies."""
+    ready = native.EventFence(rig.device)
+    transfer = batch.submit(rig.copies.handle, [after] if after else [], ready)
+    assert transfer.wait(30)
+    ready.block_stream(rig.compute.handle)
+    return ready
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_takes_each_part_its_own_way(make_rig: MakeRig, seed: int) -> None:
+    """Pinned memory at once; files and pageable memory through the reader threads."""
+    rig = make_rig(seed=seed)
+    staging = staging_of(rig)
+    memory = rig.arena.reserve(3 * rig.page)
+    memory.commit()
+    own = np.frombuffer(os.urandom(2 * rig.page), dtype=np.uint8)
+    begin = -own.ctypes.data % 4096
+    pinned = own[begin : begin + rig.page // 4096 * 4096 - 4096]
+    pages = native.HostPages(rig.device, pinned.ctypes.data, pinned.size, is_read_only=False)
+    pageable = np.frombuffer(os.urandom(rig.page), dtype=np.uint8)
+    batch = native.StagedBatch(
+        staging,
+        [(pinned.ctypes.data, 1000, memory.address)],
+        [(native.FileMapping(str(rig.path)), 77, rig.page, memory.address + 1000)],
+        [(pageable.ctypes.data, rig.page, memory.address + 1000 + rig.page)],
+    )
+    assert (batch.nbytes, batch.staged_nbytes) == (1000 + 2 * rig.page, 2 * rig.page)
+    expected = bytes(pinned[:1000]) + rig.contents[77 : 77 + rig.page] + bytes(pageable)
+    read = native.EventFence(rig.device)
+    for _ in range(3):
+        fill(rig, batch, after=read)
+        assert memory.acquire()
+        seen = rig.read(memory.address, batch.nbytes)
+        memory.release(rig.compute.handle)
+        read.record(rig.compute.handle)
+        assert seen.take() == expected
+    assert rig.violations() == []
+    rig.copies.synchronize()
+    del pages
+
+
+@pytest.mark.parametrize("change", ["cut", "written"])
+def test_a_file_that_changes_under_a_batch_is_named_with_the_offset(
+    make_rig: MakeRig, tmp_path: Path, change: str
+) -> None:
+    rig = make_rig()
+    staging = staging_of(rig)
+    memory = rig.arena.reserve(rig.page)
+    memory.commit()
+    path = tmp_path / "changing"
+    path.write_bytes(rig.contents)
+    offset = 2 * rig.page + 4096
+    batch = native.StagedBatch(
+        staging, [], [(native.FileMapping(str(path)), offset, rig.page, memory.address)], []
+    )
+    fill(rig, batch)
+    at = offset
+    if change == "cut":
+        at += 100
+        os.truncate(path, at)
+    else:
+        path.write_bytes(rig.contents[::-1])
+        os.utime(path, ns=(1, 1))
+    transfer = batch.submit(rig.copies.handle, [], native.EventFence(rig.device))
+    with pytest.raises(native.FileChangedError, match=rf"byte {at}.*changing"):
+        transfer.wait(30)
+    assert transfer.is_complete
+    whole = native.StagedBatch(
+        staging, [], [(native.FileMapping(str(rig.path)), 0, rig.page, memory.address)], []
+    )
+    fill(rig, whole)
+    assert memory.acquire()
+    seen = rig.read(memory.address, rig.page)
+    memory.release(rig.compute.handle)
+    assert seen.take() == rig.contents[: rig.page]
+
+
+def test_8_impossible_staged_copies_are_refused(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    staging = staging_of(rig)
+    file = native.FileMapping(str(rig.path))
+    for direct, from_files, from_memory, message in [
+        ([], [], [], "0 staged copies"),
+        ([(4096, 0, 4096)], [(file, 0, 1, 4096)], [], "a copy of 0 bytes"),
+        ([], [(file, rig.file_nbytes, 1, 4096)], [], "ends at byte"),
+        ([], [(file, 2**64 - 1, 1, 4096)], [], "overflow|too large|wraps"),
+        ([], [], [(4096, 2**64 - 1, 4096)], "overflow|too large|wraps"),
+    ]:
+        with pytest.raises(native.SizeError, match=message):
+            native.StagedBatch(staging, direct, from_files, from_memory)
 
 
 def test_a_resident_is_uploaded_demoted_and_filled_again(make_rig: MakeRig) -> None:

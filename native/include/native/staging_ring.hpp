@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -31,6 +32,8 @@ class StagedTransfer {
   public:
     /// Blocks the host until complete; returns the failure, if any.
     [[nodiscard]] std::exception_ptr wait();
+    /// The same for at most `seconds`; nothing while it is still on its way.
+    [[nodiscard]] std::optional<std::exception_ptr> wait_for(double seconds);
     [[nodiscard]] bool is_complete() const;
 
   private:
@@ -88,6 +91,8 @@ class StagingRing {
 
     void run();
     void move_chunk(const Chunk& chunk, Buffer& buffer) const;
+    /// How many bytes of the buffer come before the chunk's.
+    std::size_t read_chunk(const Chunk& chunk, const Buffer& buffer) const;
     static void finish_chunk(const Chunk& chunk, std::exception_ptr failure);
     void stop() noexcept;
 

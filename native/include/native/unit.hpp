@@ -19,7 +19,7 @@ struct UnitItem {
     std::size_t target_offset = 0;
 };
 
-/// One copy, by a host address or, if staged, by a place in a file.
+/// One copy, by a host address or, if staged from a file, by the place in it.
 struct Copy {
     const std::byte* address = nullptr;
     std::size_t nbytes = 0;
