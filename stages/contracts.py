@@ -164,6 +164,7 @@ class StageContext(Record):
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models that the device does not hold are streamed to it.
         run_id: Names the run in logs and reports.
+        fallbacks: What was tried before and failed, in sentences; for the report.
     """
 
     model_dir: str
@@ -174,3 +175,4 @@ class StageContext(Record):
     on_truncate: Literal["warn", "error"] = "warn"
     offload: OffloadChoice = OffloadChoice()
     run_id: str = ""
+    fallbacks: tuple[str, ...] = ()

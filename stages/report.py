@@ -78,6 +78,7 @@ class RunTracker:
             "memory": {**host_memory(), **self._device_memory()},
             "versions": library_versions(),
             "warnings": self.warnings,
+            "fallbacks": list(self._context.fallbacks),
             **self.facts,
         }
 

@@ -61,6 +61,12 @@ OFFLINE_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 OUT_OF_MEMORY_NAMES = {"MemoryError", "OutOfMemoryError", "OutOfMemory"}
+# CUDA's libraries allocate by themselves, and torch tells of it in a plain RuntimeError.
+OUT_OF_MEMORY_TEXTS = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -179,7 +185,7 @@ def failure(error: BaseException, stage: str) -> Failed:
     if isinstance(error, StageError):
         name = next(name for name in names if name in ERROR_TYPES)
         message = text
-    elif OUT_OF_MEMORY_NAMES.intersection(names):
+    elif OUT_OF_MEMORY_NAMES.intersection(names) or any(t in text for t in OUT_OF_MEMORY_TEXTS):
         name = "StageOutOfMemory"
         where = "host" if names[0] == "MemoryError" else "device"
         message = f"phase {stage} ran out of {where} memory: {text or names[0]}"

@@ -1,0 +1,180 @@
+"""A decode that runs out of memory is done in tiles, then on the CPU, under honest keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.display import Display
+from flows.fallbacks import ways_with_less_memory
+from flows.run import Phase, Run
+from stages.contracts import StageContext, StageName, StageRequest, StageResult
+from stages.errors import RequestError, StageFailed, StageOutOfMemory
+from stages.models import MINIATURE, open_model
+
+Answer = Callable[[StageRequest, StageContext], StageResult]
+
+
+class Told(Display):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def phase_of(home: Path, told: Told) -> Callable[[StageName, Answer], Phase]:
+    def make(stage: StageName, answer: Answer) -> Phase:
+        run = Run(
+            family="z-image",
+            task="text-to-image",
+            model=open_model(MINIATURE),
+            model_name="miniature",
+            dtype="float32",
+            device="cuda:1",
+        )
+        run.display = told
+        run.__dict__["manifest"] = Manifest()
+        phase = Phase(run, stage)
+        phase._task = lambda request, _, context: answer(request, context)  # type: ignore[assignment]
+        return phase
+
+    return make
+
+
+class Manifest:
+    """Loads nothing in any phase."""
+
+    class Facts:
+        components = ()
+
+    def __init__(self) -> None:
+        self.phases = dict.fromkeys(("encode", "denoise", "decode"), self.Facts)
+
+
+def fails_unless(fits: Callable[[StageRequest, StageContext], bool], seen: list[Any]) -> Answer:
+    def answer(request: StageRequest, context: StageContext) -> StageResult:
+        seen.append((bool(request.options.get("tiling")), context.device, context.fallbacks))
+        if not fits(request, context):
+            raise StageOutOfMemory("phase decode ran out of device memory: 20 GiB")
+        return StageResult(stage=request.stage, artifacts={})
+
+    return answer
+
+
+def test_tiles_come_first(phase_of: Any, told: Told) -> None:
+    seen: list[Any] = []
+    phase = phase_of("decode", fails_unless(lambda r, _: "tiling" in r.options, seen))
+    phase()
+    assert [(tiled, device) for tiled, device, _ in seen] == [(False, "cuda:1"), (True, "cuda:1")]
+    assert "tried again in tiles" in told.warnings[0] and "20 GiB" in told.warnings[0]
+    assert len(seen[1][2]) == 1 and "tried in tiles" in seen[1][2][0]
+
+
+def test_the_cpu_comes_last_and_decodes_whole(phase_of: Any, told: Told) -> None:
+    seen: list[Any] = []
+    phase = phase_of("decode", fails_unless(lambda _, c: c.device == "cpu", seen))
+    phase()
+    assert [(tiled, device) for tiled, device, _ in seen] == [
+        (False, "cuda:1"),
+        (True, "cuda:1"),
+        (False, "cpu"),
+    ]
+    assert [text.rpartition(" again ")[2] for text in told.warnings] == ["in tiles", "on the CPU"]
+    assert len(seen[2][2]) == 2
+
+
+def test_a_vae_without_tiles_goes_to_the_cpu_at_once(phase_of: Any) -> None:
+    seen: list[Any] = []
+    inner = fails_unless(lambda _, c: c.device == "cpu", seen)
+
+    def answer(request: StageRequest, context: StageContext) -> StageResult:
+        if request.options.get("tiling"):
+            raise RequestError("AutoencoderTiny cannot decode in tiles")
+        return inner(request, context)
+
+    phase_of("decode", answer)()
+    assert [device for _, device, _ in seen] == ["cuda:1", "cpu"]
+
+
+def test_when_nothing_helps_the_last_error_is_told(phase_of: Any) -> None:
+    with pytest.raises(StageOutOfMemory, match="20 GiB"):
+        phase_of("decode", fails_unless(lambda *_: False, []))()
+
+
+def test_another_error_on_the_way_is_told_at_once(phase_of: Any) -> None:
+    def answer(request: StageRequest, _: StageContext) -> StageResult:
+        if request.options.get("tiling"):
+            raise StageFailed("the VAE is broken")
+        raise StageOutOfMemory("full")
+
+    with pytest.raises(StageFailed, match="the VAE is broken"):
+        phase_of("decode", answer)()
+
+
+def test_other_phases_have_no_other_way(phase_of: Any, told: Told) -> None:
+    with pytest.raises(StageOutOfMemory):
+        phase_of("denoise", fails_unless(lambda *_: False, []))()
+    assert told.warnings == []
+
+
+def test_what_was_asked_for_in_tiles_on_the_cpu_has_no_other_way_left() -> None:
+    request = StageRequest(
+        stage="decode",
+        code_version="1",
+        family="f",
+        task="t",
+        dtype="float32",
+        options={"tiling": True},
+    )
+    where = StageContext(model_dir="/m", store_url="/s", home_dir="/h", device="cpu")
+    assert list(ways_with_less_memory(request, where)) == []
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
+    """Real stage processes in which a picture cannot be decoded whole."""
+    from flows.launch import shared_launcher
+
+    monkeypatch.setenv("EXEUNT_STAGE_HANDLERS", "tests.support.scarce_memory")
+    shared_launcher.cache_clear()
+    yield
+    shared_launcher("forkserver").close()
+    shared_launcher.cache_clear()
+
+
+@pytest.mark.usefixtures("prefect_server", "scarce")
+def test_a_run_without_memory_for_whole_pictures_paints_and_says_so(
+    home: Path, tmp_path: Path
+) -> None:
+    from flows.z_image import z_image
+    from stages.media import read_settings
+
+    (picture,) = z_image(
+        prompt="a large red circle on a white background",
+        seed=1,
+        height=192,
+        width=192,
+        num_inference_steps=2,
+        device="cpu",
+        output=str(tmp_path / "pictures"),
+    )
+    settings = read_settings(Path(picture.path))
+    assert settings is not None
+    (note,) = (home / "store").rglob(f"{settings.artifacts['decode.tiling']}*")
+    assert json.loads(note.read_text())["tile_sample_min_size"] == 128
+    (report,) = (home / "reports").rglob("*-decode.json")
+    (fallback,) = json.loads(report.read_text())["fallbacks"]
+    assert "ran out of device memory" in fallback and fallback.endswith("tried in tiles")
