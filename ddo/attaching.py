@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddo.blocks import NotOwnable, why_not_ownable
 from ddo.host_memory import read_host_memory
 from ddo.lifecycle import ENTRY_POINTS, OffloadSession
+from ddo.owning import NotOwnable, find_obstacle
 from ddo.phases import Phases
 from ddo.routes import GroupSession, OffSession, RouteSession, Session, WholeSession
 from ddo.settings import OffloadSettings
@@ -114,21 +114,17 @@ def _other_route(
     if device.type == "cpu" and not is_given:
         where = "the CPU computes with the weights where they are"
         return RouteSession(module, device, where)
-    reason = why_not_ownable(module)
-    if reason is None:
+    obstacle = find_obstacle(module)
+    if obstacle is None:
         if settings.preset == "group":
             return GroupSession(module, device, "preset group")
         return None
-    if "another offloader" in reason:
-        raise NotOwnable(f"{reason}; remove them before attaching")
-    if settings.preset == "resident":
-        return WholeSession(module, device, reason, is_fallback=True)
-    if reason.endswith("is compiled"):
-        raise NotOwnable(
-            f"{reason}, and compiled code holds on to weights that streaming exchanges; take "
-            "preset resident, or leave the module uncompiled"
-        )
-    return GroupSession(module, device, reason, is_fallback=settings.preset != "group")
+    if settings.preset == "resident" and obstacle.may_be_resident:
+        return WholeSession(module, device, obstacle.reason, is_fallback=True)
+    if not obstacle.may_be_grouped:
+        raise NotOwnable(f"{obstacle.reason}; {obstacle.remedy}")
+    is_fallback = settings.preset != "group"
+    return GroupSession(module, device, obstacle.reason, is_fallback=is_fallback)
 
 
 @dataclass(frozen=True, slots=True)

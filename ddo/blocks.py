@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddo.host_sources import HostSources, map_shared
 from ddo.inner import Shell, plain_data, shells
 from ddo.layout import BlockLayout, Piece, lay_out_block
-from ddo.owning import NotOwnable, why_not_ownable
+from ddo.owning import NotOwnable, find_obstacle
 from ddo.planning import BlockSpec
 from ddo.source import byte_view
 from ddo.transfer import HostCopy
@@ -31,7 +31,6 @@ __all__ = [
     "NotOwnable",
     "map_shared",
     "take_inventory",
-    "why_not_ownable",
 ]
 
 
@@ -168,11 +167,11 @@ def take_inventory(
         hints: Files that the weights may have come from; see `ddo.host_sources`.
 
     Raises:
-        NotOwnable: See `why_not_ownable`.
+        NotOwnable: See `find_obstacle`.
         SourceError: A weight has no values.
     """
-    if reason := why_not_ownable(module):
-        raise NotOwnable(f"{reason}: {type(module).__name__}; take preset group or resident")
+    if obstacle := find_obstacle(module):
+        raise NotOwnable(f"{obstacle.reason}; {obstacle.remedy}")
     groups: dict[tuple[int, ...], Block] = {}
     placed: list[str] = []
     shelled: set[int] = set()

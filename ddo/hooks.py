@@ -11,8 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from ddo.compiled import WHOLE_MODULE, Surrounded, is_compiled_by_itself
 
 
 class Layers(Protocol):
@@ -28,7 +31,7 @@ class LayerHooks:
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Surrounded] = []
         self._entered = threading.local()
 
     def install(self, users: Sequence[tuple[nn.Module, Sequence[int]]]) -> None:
@@ -71,6 +74,9 @@ class LayerHooks:
                 stack.pop()
                 self._layers.leave(blocks)
 
+        if is_compiled_by_itself(module):
+            self._handles.append(Surrounded(module, before, after))
+            return
         # First of all: hooks such as weight_norm's compute with the weights.
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -85,18 +91,35 @@ class EntryPoints:
         self._found: dict[str, Any] = {}
         self._installed: list[str] = []
 
-    def install(self, run: Callable[..., Any], refuse: Callable[[Any], None]) -> None:
+    def install(
+        self,
+        run: Callable[..., Any],
+        refuse: Callable[[Any], None],
+        traced: Callable[[], None] = lambda: None,
+    ) -> None:
         """Let every entry go through `run(method, args, kwargs)`.
+
+        Code that is compiled around an entry ends there: `traced` is told, and the module runs
+        as it does otherwise.
 
         `to`, `cuda`, `half` and the like all end in `_apply`: it asks `refuse`, which raises if
         the function that weights would go through changes one.
         """
+
+        def run_apart(method: Any, args: Any, kwargs: Any, is_traced: bool) -> Any:
+            if is_traced:
+                traced()
+            return run(method, args, kwargs)
+
+        disable: Callable[..., Callable[..., Any]] = torch.compiler.disable
+        run_uncompiled = disable(run_apart, reason=WHOLE_MODULE)
+
         for name in self._names:
             method = getattr(self._module, name)
 
             @functools.wraps(method)
             def entry(*args: Any, _method: Callable[..., Any] = method, **kwargs: Any) -> Any:
-                return run(_method, args, kwargs)
+                return run_uncompiled(_method, args, kwargs, torch.compiler.is_compiling())
 
             self._put(name, entry)
 

@@ -51,25 +51,56 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and type(tensor.data) is Tensor
 
 
-def why_more_than_bytes(weight: Tensor) -> str | None:
-    """Why a weight cannot move as bytes; None if it can. Names its library and class."""
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why weights cannot be moved as bytes, and what else can be done with them.
+
+    Attributes:
+        reason: Names the weight, its library and its class.
+        remedy: What the user can do.
+        may_be_resident: Whether the module's own `to` takes it to a device and back.
+        may_be_grouped: Whether diffusers' group offload moves it.
+    """
+
+    reason: str
+    remedy: str = "take preset resident"
+    may_be_resident: bool = True
+    may_be_grouped: bool = False
+
+
+def find_obstacle_in(weight: Tensor) -> Obstacle | None:
+    """Why a weight cannot move as bytes; None if it can."""
     if is_plain(weight):
         return None
     name = class_name(weight)
     if name in _BOUND_TO_DEVICE:
-        return f"a {name}, packed for the device that it is on"
+        return Obstacle(f"a {name}, packed for the device that it is on")
     if is_wrapper(weight):
-        opaque = (t for t in _leaves(weight) if not is_plain(t))
-        reasons = (why_more_than_bytes(t) or f"a {class_name(t)}" for t in opaque)
-        return next((f"a {name} around {reason}" for reason in reasons), None)
+        opaque = [class_name(t) for t in _leaves(weight) if not is_plain(t)]
+        reason = f"a {name} around a {opaque[0]}, more than its bytes" if opaque else ""
+        is_known_to_diffusers = _library(weight) == "torchao"
+        return Obstacle(reason, may_be_grouped=is_known_to_diffusers) if opaque else None
     if name not in _WITH_MEMORY:
-        return f"a {name}, more than its bytes"
-    state = vars(weight).get("quant_state")
-    if getattr(state, "packing_format_for_cpu", False):
-        return f"a {name}, packed for this CPU; load it again, and compute on the device only"
-    is_quantized = getattr(weight, "bnb_quantized", getattr(weight, "CB", True) is not False)
-    if not is_quantized or weight.is_floating_point():
-        return f"a {name} that is not quantized yet; move the module to its device once"
+        return Obstacle(f"a {name}, more than its bytes", may_be_grouped=True)
+    if _library(weight) == "bitsandbytes":
+        return _find_obstacle_in_bitsandbytes(weight)
+    return None
+
+
+def _find_obstacle_in_bitsandbytes(weight: Tensor) -> Obstacle | None:
+    name = class_name(weight)
+    if getattr(vars(weight).get("quant_state"), "packing_format_for_cpu", False):
+        return Obstacle(
+            f"a {name}, packed for this CPU by a call here",
+            "load it again, and call it while attached only",
+            may_be_resident=False,
+        )
+    if not vars(weight).get("bnb_quantized", not weight.is_floating_point()):
+        return Obstacle(
+            f"a {name} that is not quantized yet",
+            "move the module to its device and back once, which quantizes it",
+            may_be_resident=False,
+        )
     return None
 
 
@@ -84,7 +115,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def inner_tensors(weight: Tensor, module: nn.Module) -> list[Inner]:
-    """The plain tensors of a weight that `why_more_than_bytes` has nothing against.
+    """The plain tensors of a weight that `find_obstacle_in` finds nothing in.
 
     Args:
         module: Whose parameter it is; libraries keep tensors there as well.
@@ -106,6 +137,26 @@ def plain_data(tensor: Tensor) -> Tensor:
     """A tensor's data without its class."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.data
+
+
+def give_back(tensor: Tensor, found: Tensor) -> None:
+    """Let a tensor have the data that it had, whatever another one has moved it to.
+
+    Args:
+        found: Its `data` of that time.
+    """
+    if not (is_wrapper(tensor) or is_wrapper(found)):
+        if tensor.data_ptr() != found.data_ptr():
+            tensor.data = found
+    elif _addresses(tensor) != _addresses(found):
+        # Torch moves a wrapper by exchanging all there is between two objects; so do we.
+        requires_grad = tensor.requires_grad
+        other = nn.Parameter(found, requires_grad=requires_grad)
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    return [leaf.data_ptr() for leaf in _leaves(tensor)]
 
 
 class Shell:

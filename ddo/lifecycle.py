@@ -17,6 +17,7 @@ from ddo.adapting import Change, Planner
 from ddo.blocks import Block, Inventory, take_inventory
 from ddo.buffers import Buffers
 from ddo.claims import SessionError, claim, give_up
+from ddo.compiled import WHOLE_MODULE
 from ddo.hooks import EntryPoints
 from ddo.layers import StreamedLayers
 from ddo.metrics import Metrics, OffloadReport
@@ -120,7 +121,7 @@ class OffloadSession:
             self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
             self._take_over()
-            self._entries.install(self._steps.run, self._refuse_moving)
+            self._entries.install(self._steps.run, self._refuse_moving, self._note_traced)
             stack.callback(self._entries.remove)
             self._undo = stack.pop_all()
         self._metrics.setup.close()
@@ -250,6 +251,11 @@ class OffloadSession:
                     f"{type(self.module).__name__} is attached on {self.device}, its weights "
                     f"cannot be changed to {changed.dtype} on {changed.device}; detach it first"
                 )
+
+    def _note_traced(self) -> None:
+        self._metrics.fall_back(
+            "compile", f"code compiled around it ran uncompiled: {WHOLE_MODULE}"
+        )
 
     # ---- plans ----
 

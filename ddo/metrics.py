@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddo.compile_counts import CompileCounts
 from ddo.phases import Phases
 from ddo.planning import OffloadPlan
 from ddo.transfer import Backend, RingCounters
@@ -52,6 +53,8 @@ class OffloadReport:
         ring: Counters of all rings.
         num_host_waits: How often the host waited for the device.
         pins: Pinned host memory by tier.
+        compiled: What torch compiled in this process since attach: graphs, graph breaks, and
+            recompilations among the last 64 compilations.
         setup_s: Seconds of `load` and `attach` by phase, see `ddo.phases`; imports are not in it.
         peak_device_bytes: Most device memory that torch held at a time.
         anonymous_bytes: Anonymous host memory of this process now.
@@ -80,6 +83,7 @@ class OffloadReport:
     ring: dict[str, int]
     num_host_waits: int
     pins: dict[str, int]
+    compiled: dict[str, int]
     setup_s: dict[str, float]
     peak_device_bytes: int | None
     anonymous_bytes: int | None
@@ -108,6 +112,7 @@ class Metrics:
 
     backend: Backend | None = None
     setup: Phases = field(default_factory=Phases)
+    compiled: CompileCounts = field(default_factory=CompileCounts)
     num_steps: int = 0
     num_repeated: int = 0
     num_replans: dict[str, int] = field(default_factory=dict)
@@ -215,6 +220,7 @@ class Metrics:
             ring=asdict(counters),
             num_host_waits=self.backend.num_host_waits if self.backend is not None else 0,
             pins=asdict(pins.counters) if pins is not None else {},
+            compiled=self.compiled.read(),
             setup_s=dict(self.setup.seconds),
             peak_device_bytes=_peak_device_bytes(self.backend),
             anonymous_bytes=_anonymous_bytes(),

@@ -1,33 +1,52 @@
-"""Whether a module can be taken over, and why not."""
+"""Whether a module can be taken over, why not, and what else can be done with it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
+from ddo.compiled import is_region
 from ddo.errors import DdoError
-from ddo.inner import is_plain, why_more_than_bytes
+from ddo.inner import Obstacle, class_name, find_obstacle_in, is_plain
 
 
 class NotOwnable(DdoError, TypeError):
     """A module's weights cannot be moved as bytes; the message says why."""
 
 
-def why_not_ownable(module: nn.Module) -> str | None:
-    """Why weights cannot be moved as bytes; None if they can."""
+def find_obstacle(module: nn.Module) -> Obstacle | None:
+    """The first thing that keeps a session from taking a module over; None if nothing does."""
+    if is_region(module):
+        return Obstacle(
+            f"the module ({type(module).__name__}) is compiled as a whole, so that all weights "
+            "are in use at once",
+            "compile its blocks instead, each by block.compile() or all by "
+            "compile_repeated_blocks(), or take preset resident",
+        )
     for name, child in module.named_modules():
         where = f"{name or 'the module'} ({type(child).__name__})"
         if _has_offload_hook(child):
-            return f"{where} has hooks of another offloader"
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None):
-            return f"{where} is compiled"
+            return Obstacle(
+                f"{where} has hooks of another offloader",
+                "remove them before attaching",
+                may_be_resident=False,
+            )
         for weight_name, weight in child._parameters.items():
-            if weight is not None and (reason := why_more_than_bytes(weight)):
-                return f"{weight_name} of {where} is {reason}"
+            found = find_obstacle_in(weight) if weight is not None else None
+            if found is not None:
+                return replace(found, reason=f"{weight_name} of {where} is {found.reason}")
         for buffer_name, buffer in child._buffers.items():
             if buffer is not None and not is_plain(buffer):
-                kind = type(buffer).__name__
-                return f"{buffer_name} of {where} is a {kind}, more than its bytes"
+                reason = f"{buffer_name} of {where} is a {class_name(buffer)}, more than its bytes"
+                return Obstacle(reason, may_be_grouped=True)
     return None
+
+
+def why_not_ownable(module: nn.Module) -> str | None:
+    """Why weights cannot be moved as bytes; None if they can."""
+    obstacle = find_obstacle(module)
+    return None if obstacle is None else obstacle.reason
 
 
 def _has_offload_hook(child: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddo.errors import DdoError
+from ddo.inner import give_back
 from ddo.metrics import Metrics, OffloadReport
 from ddo.phases import Phases
 from ddo.planning import BlockSpec, Mode, OffloadPlan, unplanned
@@ -109,8 +110,7 @@ class RouteSession:
                 self._end()
             finally:
                 for tensor, data in self._found:
-                    if tensor.data_ptr() != data.data_ptr():
-                        tensor.data = data
+                    give_back(tensor, data)
                 self._found.clear()
 
     def report(self) -> OffloadReport:

@@ -110,7 +110,7 @@ class Steps:
         if not finder.found:
             raise error  # something else was wrong, and may be again
         self._boundaries.keep_strays(finder.found)
-        return result
+        return self.run(method, args, kwargs) if finder.ran_uncompiled else result
 
 
 class _Step:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ddo.blocks import Block, Member
+from ddo.compiled import compiled_code
 from ddo.source import PageFlags
 
 
@@ -20,6 +21,7 @@ class Structure:
         self._tables: list[dict[str, Any]] = [
             table for child in children for table in (child._modules, child._parameters)
         ]
+        self._attributes = [vars(child) for child in children]
         self._buffers = [child._buffers for child in children]
         self._known = self._parts()
         self._members: list[Member] = []
@@ -50,13 +52,14 @@ class Structure:
             and not self._is_rewritten()
         )
 
-    def _parts(self) -> tuple[list[int], int]:
-        """Identities of all modules and weights in their tables, and the number of buffers.
+    def _parts(self) -> tuple[list[int], int, list[int]]:
+        """Identities of modules, weights and compiled code, and the number of buffers.
 
         Made before every step, while the device has nothing to do: no loop of Python's own.
         """
         entries = chain.from_iterable(map(dict.values, self._tables))
-        return list(map(id, entries)), sum(map(len, self._buffers))
+        code = compiled_code(self._attributes)
+        return list(map(id, entries)), sum(map(len, self._buffers)), code
 
     def _is_rewritten(self) -> bool:
         """Whether a mapped weight was written to while it was bound to the host.

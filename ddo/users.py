@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ddo.compiled import is_region, original_name
 from ddo.inner import inner_tensors
 
 # These read their children's weights without calling them, or replace the whole call by one
@@ -53,10 +54,10 @@ def uses_of_weights(module: nn.Module) -> list[Use]:
                 continue
             full_name = f"{name}.{own_name}" if name else own_name
             for inner in inner_tensors(weight, child):
-                path = f"{full_name}.{inner.path}" if inner.path else full_name
+                path = original_name(f"{full_name}.{inner.path}" if inner.path else full_name)
                 known = found.get(id(inner.tensors[0]))
                 if known is None:
-                    use = Use(name, [path], inner.tensors, weight, [user])
+                    use = Use(original_name(name), [path], inner.tensors, weight, [user])
                     found[id(inner.tensors[0])] = use
                     continue
                 known.names.append(path)
@@ -67,7 +68,9 @@ def uses_of_weights(module: nn.Module) -> list[Use]:
 
 
 def _is_opaque(module: nn.Module) -> bool:
-    return isinstance(module, _OPAQUE) or "parametrizations" in module._modules
+    """Whether a module computes with weights inside of it without their modules' `forward`."""
+    is_parametrized = "parametrizations" in module._modules
+    return isinstance(module, _OPAQUE) or is_parametrized or is_region(module)
 
 
 def _walk(
@@ -79,7 +82,7 @@ def _walk(
     seen.add(id(module))
     if opaque is None and _is_opaque(module):
         opaque = module
-    yield name, module, opaque or module
+    yield name, module, module if opaque is None else opaque
     for child_name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, f"{name}.{child_name}" if name else child_name, opaque, seen)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddo.blocks import NotOwnable, take_inventory, why_not_ownable
+from ddo.blocks import NotOwnable, take_inventory
+from ddo.owning import why_not_ownable
 from ddo.weight_files import SourceError
 from tests.ddo.modules import Net, make_net
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from torch import nn
 
 from ddo.attaching import attach
-from ddo.blocks import take_inventory, why_not_ownable
+from ddo.blocks import take_inventory
 from ddo.claims import SessionError
 from ddo.inner import inner_tensors
 from ddo.lifecycle import OffloadSession
+from ddo.owning import NotOwnable
+from ddo.routes import RouteSession
 from ddo.settings import OffloadSettings
 from ddo.strays import StrayFinder
 from ddo.stream import GradientError
@@ -131,10 +130,6 @@ def test_a_quantized_weight_used_outside_of_its_layer_is_found(kind):
     assert [blocks[number].name for number in finder.found] == ["layers.2.up"]
 
 
-class Opaque(torch.Tensor):
-    """A tensor of a library that nobody has heard of."""
-
-
 def tinygemm():
     """A tower whose matrices quanto packs for the processor that they are on."""
     tower = make_tower("quanto int4", width=256)
@@ -157,36 +152,41 @@ def packed_for_the_cpu():
     return tower
 
 
-def unknown():
-    tower = make_tower("gguf Q8_0")
-    data = tower.layers[1].up.weight.as_tensor().as_subclass(Opaque)
-    tower.layers[1].up.weight = nn.Parameter(data, requires_grad=False)
-    return tower
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (tinygemm, r"weight of layers\.0\.up \(QLinear\) is a "
-         r"optimum\.quanto\.TinyGemmWeightQBitsTensor, packed for the device that it is on"),
+         r"optimum\.quanto\.TinyGemmWeightQBitsTensor, packed for the device that it is on; take "
+         r"preset resident"),
         (unquantized, r"layers\.0\.up \(Linear4bit\) is a bitsandbytes\.Params4bit that is not "
-         r"quantized yet; move the module to its device once"),
-        (packed_for_the_cpu, r"is a bitsandbytes\.Params4bit, packed for this CPU; load it again"),
-        (unknown, r"layers\.1\.up \(GGUFLinear\) is a tests\.Opaque, more than its bytes"),
+         r"quantized yet; move the module to its device and back once"),
+        (packed_for_the_cpu, r"is a bitsandbytes\.Params4bit, packed for this CPU by a call here; "
+         r"load it again"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_taken_over_is_told_by_library_and_class(make, reason):
-    assert re.search(reason, why_not_ownable(make()) or "")
+def test_what_can_neither_stream_nor_go_by_groups_is_refused_with_library_class_and_remedy(
+    make, reason
+):
+    with pytest.raises(NotOwnable, match=reason):
+        attach(make(), OffloadSettings(preset="stream"), backend=FakeBackend())
 
 
-def test_weights_packed_for_a_device_take_the_group_route_and_say_why():
-    tower = tinygemm()
-    x = make_input(256)
-    expected = run(tower, x)
-    with attach(tower, OffloadSettings(preset="stream"), backend=FakeBackend()) as session:
-        assert session.plan.mode == "group"
-        assert torch.equal(run(tower, x), expected)
-        [fallback] = session.report().fallbacks
-    assert fallback.what == "group"
-    assert "optimum.quanto.TinyGemmWeightQBitsTensor" in fallback.reason
+class Relocating(RouteSession):
+    """Moves a module by its own `_apply`, as `to` does."""
+
+    mode = "resident"
+
+    def _begin(self):
+        self.module._apply(lambda tensor: tensor.clone())
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "quanto int4", "gguf Q8_0"])
+def test_a_quantized_module_that_was_moved_as_a_whole_is_given_back(kind):
+    tower, x = make_tower(kind), make_input()
+    expected, before = run(tower, x), parts_of(tower)
+    session = Relocating(tower, CPU, "to see it come back").attach()
+    assert parts_of(tower) != before
+    assert torch.equal(run(tower, x), expected)
+    session.detach()
+    assert parts_of(tower) == before
     assert torch.equal(run(tower, x), expected)

@@ -13,8 +13,9 @@ from ddo.steps import Steps
 class Lender:
     """Stands for a stray finder: a step that runs inside of it succeeds if it lends enough."""
 
-    def __init__(self, found):
+    def __init__(self, found, *, ran_uncompiled=False):
         self.found = found
+        self.ran_uncompiled = ran_uncompiled
         self.is_active = False
 
     def __enter__(self):
@@ -122,6 +123,21 @@ def test_a_weight_out_of_reach_is_lent_and_remembered():
 
     assert Steps(owner, 0).run(method, (), {}) == "right"
     assert owner.events == ["begin", "broken", "begin", "end", ("strays", {3})]
+
+
+def test_a_step_that_lending_let_run_uncompiled_is_run_once_more_as_it_should():
+    owner = Owner(lender=Lender({3}, ran_uncompiled=True))
+
+    def method():
+        if owner.lender.is_active:
+            return "nearly right"
+        if ("strays", {3}) not in owner.events:
+            raise RuntimeError("expected all tensors to be on the same device")
+        return "right"
+
+    assert Steps(owner, 0).run(method, (), {}) == "right"
+    strays = ("strays", {3})
+    assert owner.events == ["begin", "broken", "begin", "end", strays, "begin", "end"]
 
 
 @pytest.mark.parametrize("found", [set(), {3}])

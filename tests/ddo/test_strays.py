@@ -5,6 +5,7 @@ from torch import nn
 
 from ddo.blocks import take_inventory
 from ddo.strays import StrayFinder
+from tests.ddo.modules import Layer
 
 
 class Peeking(nn.Module):
@@ -38,3 +39,20 @@ def test_a_step_without_strays_finds_none():
     with finder:
         net(torch.randn(2, 4))
     assert finder.found == set()
+
+
+def test_compiled_blocks_run_uncompiled_while_strays_are_looked_for():
+    net, x = Peeking(), torch.randn(2, 4)
+    net.called = Layer(4).requires_grad_(False)
+    net.called.compile(backend="eager", fullgraph=True)
+    expected = net(x)
+    blocks = take_inventory(net, torch.device("cpu")).blocks
+    finder = StrayFinder(enumerate(blocks), torch.device("cpu"))
+    assert finder.ran_uncompiled
+    with finder:
+        assert torch.allclose(net(x), expected)
+    assert "peeked" in {blocks[number].name for number in finder.found}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(net(x), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
