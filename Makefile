@@ -12,7 +12,9 @@ PROMPTS := \
   --prompt "to the left of a purple triangle there is an orange circle, white background" \
   --prompt "a large yellow square below a small red triangle on a black background"
 
-.PHONY: demo test check format clean
+QUANTIZED := build/quantized
+
+.PHONY: demo test test-quantized check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/exeunt z-image $(PROMPTS) --seed 7 --output $(DEMO)
@@ -20,6 +22,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Beside the environment: diffusers imports whichever of these it finds, in every process.
+test-quantized: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt \
+	  torchao optimum-quanto gguf bitsandbytes peft
+	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest tests/ddo/test_quantized.py tests/ddo/test_adapters.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

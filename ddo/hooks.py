@@ -82,6 +82,17 @@ class LayerHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
 
+EDITS = ("fuse_lora", "unfuse_lora")  # methods that compute with weights outside of a step
+
+
+def _passed_on(method: Callable[..., Any], edit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def passed_on(*args: Any, **kwargs: Any) -> Any:
+        return edit(method, args, kwargs)
+
+    return passed_on
+
+
 class EntryPoints:
     """The methods by which a module is entered, wrapped on the instance."""
 
@@ -95,9 +106,10 @@ class EntryPoints:
         self,
         run: Callable[..., Any],
         refuse: Callable[[Any], None],
-        traced: Callable[[], None] = lambda: None,
+        traced: Callable[[], None],
+        edit: Callable[..., Any],
     ) -> None:
-        """Let every entry go through `run(method, args, kwargs)`.
+        """Let every entry go through `run(method, args, kwargs)`, every edit through `edit(...)`.
 
         Code that is compiled around an entry ends there: `traced` is told, and the module runs
         as it does otherwise.
@@ -122,6 +134,10 @@ class EntryPoints:
                 return run_uncompiled(_method, args, kwargs, torch.compiler.is_compiling())
 
             self._put(name, entry)
+
+        for name in EDITS:
+            if callable(method := getattr(self._module, name, None)):
+                self._put(name, _passed_on(method, edit))
 
         def apply(change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:  # noqa: ARG001
             refuse(change)

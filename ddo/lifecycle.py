@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +122,9 @@ class OffloadSession:
             self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
             self._take_over()
-            self._entries.install(self._steps.run, self._refuse_moving, self._note_traced)
+            self._entries.install(
+                self._steps.run, self._refuse_moving, self._note_traced, self._edit
+            )
             stack.callback(self._entries.remove)
             self._undo = stack.pop_all()
         self._metrics.setup.close()
@@ -233,13 +236,35 @@ class OffloadSession:
         self._layers.clear()
         self._buffers.restore()
         self._structure.close()
+        self._bring_adapters_home()
+        # What is left of blocks would keep the files mapped; the report needs the counts only.
+        self._inventory = replace(self._inventory, blocks=[], buffers=[])
+        self._layers = StreamedLayers(self._backend)
+
+    def _bring_adapters_home(self) -> None:
         for parameter in self.module.parameters():
             # Adapters were put beside the weights that they adapt, some of them on the device.
             if parameter.device == self.device and id(parameter) not in self._placed_before:
                 parameter.data = parameter.data.to("cpu")
-        # What is left of blocks would keep the files mapped; the report needs the counts only.
-        self._inventory = replace(self._inventory, blocks=[], buffers=[])
-        self._layers = StreamedLayers(self._backend)
+
+    def _edit(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method that changes weights: all are in host memory meanwhile, none is bound.
+
+        Raises:
+            SessionError: A step is running.
+        """
+        with self._lock:
+            if self._num_active:
+                raise SessionError(
+                    f"{type(self.module).__name__} is in {self._num_active} steps, "
+                    f"{getattr(method, '__name__', 'this')} cannot change its weights; let them end"
+                )
+            self._layers.clear()
+            self._bring_adapters_home()
+            self._structure.forget()  # the next step takes over what is there then
+            return method(*args, **kwargs)
 
     def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise SessionError for `to`, `cuda`, `half` and the like, unless they change nothing."""
