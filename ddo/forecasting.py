@@ -32,7 +32,8 @@ class Forecast:
     Attributes:
         directory: Where its weights lie.
         plan: What would stay and what would stream.
-        weight_bytes: All weights, as stored.
+        weight_bytes: All weights, as the device holds them.
+        converted_bytes: Anonymous host memory for weights whose dtype is converted.
         num_parameters: Elements of all weights.
         activation_bytes: Estimate of the largest layer's inputs and outputs.
         peak_device_bytes: Weights and ring by the plan, and activations.
@@ -48,6 +49,7 @@ class Forecast:
     directory: str
     plan: OffloadPlan
     weight_bytes: int
+    converted_bytes: int
     num_parameters: int
     activation_bytes: int
     peak_device_bytes: int
@@ -73,6 +75,7 @@ def forecast(
     num_steps: int = 1,
     flops_per_s: float | None = None,
     variant: str | None = None,
+    dtype: str | None = None,
 ) -> Forecast:
     """Predict memory and time of one component's steps.
 
@@ -83,6 +86,8 @@ def forecast(
         num_steps: Calls of the module.
         flops_per_s: Rate of matrix products on the device. None leaves computation open: the
             plan then assumes that it balances the copies.
+        dtype: What floats of 16 bits and more are converted to when the module is loaded, by the
+            format's name, such as `BF16`. None keeps the files'.
 
     Raises:
         SettingsError: `device_budget` is not set.
@@ -93,7 +98,7 @@ def forecast(
     if budget is None:
         raise SettingsError("device_budget is not set; a forecast needs such as '12GiB'")
     files = read_weight_files(directory, variant)
-    specs = header_blocks(files)
+    specs = header_blocks(files, dtype)
     tokens = num_tokens * batch_size
     num_parameters = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
     compute_s = None
@@ -106,18 +111,21 @@ def forecast(
         link_bytes_per_s=settings.link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S,
         compute_s=compute_s,
     )
-    activations = _activation_bytes(files.tensors.values(), tokens)
+    activations = _activation_bytes(files.tensors.values(), tokens, dtype)
+    sizes = {tensor.name: _nbytes(tensor, dtype) for tensor in files.tensors.values()}
+    weight_bytes = sum(sizes.values())
     host = settings.host_budget_bytes or int(read_host_memory().available_bytes * _PINNED_SHARE)
     step_s = found.step_s if compute_s is not None else None
     peak = found.device_bytes + activations
     return Forecast(
         directory=str(directory),
         plan=found,
-        weight_bytes=files.nbytes,
+        weight_bytes=weight_bytes,
+        converted_bytes=sum(sizes[t.name] for t in files.tensors.values() if _changes(t, dtype)),
         num_parameters=num_parameters,
         activation_bytes=activations,
         peak_device_bytes=peak,
-        pinned_bytes=min(files.nbytes, host),
+        pinned_bytes=min(weight_bytes, host),
         host_budget_bytes=host,
         step_s=step_s,
         denoise_s=step_s * num_steps if step_s is not None else None,
@@ -126,16 +134,33 @@ def forecast(
     )
 
 
-def header_blocks(files: WeightFiles) -> list[BlockSpec]:
-    """Blocks as a module's layers would make them, from the names of its weights."""
+def header_blocks(files: WeightFiles, dtype: str | None = None) -> list[BlockSpec]:
+    """Blocks as a module's layers would make them, from the names of its weights.
+
+    Args:
+        dtype: As for `forecast`.
+    """
     sizes: dict[str, int] = {}
     for tensor in files.tensors.values():
         layer = tensor.name.rpartition(".")[0] or tensor.name
-        sizes[layer] = sizes.get(layer, 0) + -(-tensor.nbytes // 256) * 256
+        sizes[layer] = sizes.get(layer, 0) + -(-_nbytes(tensor, dtype) // 256) * 256
     return [
         BlockSpec(name=name, nbytes=sizes[name], compute_weight=float(sizes[name]))
         for name in sorted(sizes, key=_natural)
     ]
+
+
+_CONVERTED = {"F64", "F32", "BF16", "F16"}
+
+
+def _changes(tensor: StoredTensor, dtype: str | None) -> bool:
+    return dtype is not None and tensor.dtype in _CONVERTED and tensor.dtype != dtype
+
+
+def _nbytes(tensor: StoredTensor, dtype: str | None) -> int:
+    if dtype is None or not _changes(tensor, dtype):
+        return tensor.nbytes
+    return math.prod(tensor.shape) * DTYPE_BITS[dtype] // 8
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -144,11 +169,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _activation_bytes(tensors: Iterable[StoredTensor], num_tokens: int) -> int:
+def _activation_bytes(tensors: Iterable[StoredTensor], num_tokens: int, dtype: str | None) -> int:
     widest = 0
     for tensor in tensors:
         if len(tensor.shape) == 2:
-            widest = max(widest, sum(tensor.shape) * DTYPE_BITS[tensor.dtype] // 8)
+            kept = dtype if dtype is not None and _changes(tensor, dtype) else tensor.dtype
+            widest = max(widest, sum(tensor.shape) * DTYPE_BITS[kept] // 8)
     return _LIVE_COPIES * widest * num_tokens
 
 

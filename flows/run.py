@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from flows.cache import open_store
@@ -270,17 +269,3 @@ def _roles(inputs: tuple[StageResult, ...]) -> dict[str, Any]:
                 raise RequestError(f"two inputs of one request are both called {role!r}")
             roles[role] = ref
     return roles
-
-
-def model_settings(directory: Path) -> dict[str, Any]:
-    """The settings that a model recommends for itself, from its `exeunt.json`; often none."""
-    path = directory / "exeunt.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RequestError(f"{path} is not JSON: {error}; correct it or remove it") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"{path} holds a {type(found).__name__}; it has to be one JSON object")
-    return found

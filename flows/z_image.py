@@ -14,8 +14,9 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from flows.model_settings import model_settings
 from flows.pictures import Picture, list_pictures, save_picture
-from flows.run import Run, model_settings
+from flows.run import Run
 from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore

@@ -20,19 +20,27 @@ def choose_offload(
     device_budget: int | str | None = None,
     host_budget: int | str | None = None,
     env: Mapping[str, str] | None = None,
+    *,
+    link_rate: int | str | None = None,
 ) -> OffloadChoice:
     """What is given here, completed by the `DDO_*` variables, then by the defaults.
 
     Args:
         device_budget: Bytes, or text such as `12GiB`.
         host_budget: The same.
+        link_rate: The same, per second.
 
     Raises:
         RequestError: A value cannot be used; the message says what can.
     """
     env = os.environ if env is None else env
-    given = {"preset": preset, "device_budget": device_budget, "host_budget": host_budget}
-    given = {name: value for name, value in given.items() if value is not None}
+    said = {
+        "preset": preset,
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "link_rate": link_rate,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
     if not given and not any(name.startswith(VARIABLES) for name in env):
         return OffloadChoice()
     from ddo.settings import OffloadSettings, SettingsError

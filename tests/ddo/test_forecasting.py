@@ -49,6 +49,15 @@ def test_what_does_not_fit_streams_at_the_rate_of_the_link(folder):
     assert found.plan.device_bytes <= 200_000
 
 
+def test_weights_whose_dtype_is_converted_take_memory_of_their_own(folder):
+    plain, found = ask(folder, 2 << 20), ask(folder, 2 << 20, dtype="F32")
+    assert (plain.converted_bytes, found.converted_bytes) == (0, 12 * 256 * 64 * 4)
+    assert found.weight_bytes == 2 * plain.weight_bytes
+    assert found.plan.device_bytes == 2 * plain.plan.device_bytes
+    assert found.activation_bytes == 2 * plain.activation_bytes
+    assert ask(folder, 2 << 20, dtype="F16") == plain
+
+
 def test_activations_that_exceed_the_budget_are_told(folder):
     settings = OffloadSettings(device_budget=200_000, reserve=1024)
     assert not forecast(folder, settings, num_tokens=1000).fits

@@ -1,0 +1,181 @@
+"""A forecast comes from headers alone, says what it assumes, and agrees with what happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.contracts import OffloadChoice
+from stages.decoder_work import decoder_activation_bytes, decoder_flops
+from stages.errors import ModelError, RequestError
+from stages.forecast_records import ComponentForecast, ModelForecast, Rates
+from stages.forecasts import forecast_model
+from tests.support import header_models
+
+GIB = 1 << 30
+RATES = Rates(link_bytes_per_s=50e9, flops_per_s=400e12, disk_bytes_per_s=2e9, source="measured")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return header_models.z_image(tmp_path_factory.mktemp("headers") / "z-image")
+
+
+def ask(model: Path, budget: int | None = None, **options: Any) -> ModelForecast:
+    choice = OffloadChoice(preset=options.pop("preset", "auto"), device_budget=budget)
+    return forecast_model(model, choice=choice, **{"rates": RATES, **options})
+
+
+def part(found: ModelForecast, name: str) -> ComponentForecast:
+    return next(each for each in found.components if each.component == name)
+
+
+def test_components_come_in_the_order_of_their_phases(model: Path) -> None:
+    found = ask(model)
+    assert [(each.phase, each.component) for each in found.components] == [
+        ("encode", "text_encoder"),
+        ("denoise", "transformer"),
+        ("decode", "vae"),
+    ]
+    assert found.fits and all(each.mode == "resident" for each in found.components)
+    assert found.device_bytes == max(each.device_bytes for each in found.components)
+
+
+def test_a_small_budget_streams_what_does_not_fit_and_holds(model: Path) -> None:
+    found = ask(model, 8 * GIB)
+    transformer = part(found, "transformer")
+    assert (transformer.mode, part(found, "vae").mode) == ("stream", "resident")
+    assert transformer.weights_on_device_bytes < 6 * GIB < transformer.disk_bytes
+    assert found.fits and found.device_bytes <= 8 * GIB
+
+
+def test_time_is_computation_and_the_first_copy_of_what_stays(model: Path) -> None:
+    found = part(ask(model, num_inference_steps=10), "transformer")
+    assert found.num_steps == 10
+    assert found.elapsed_s is not None and found.step_s is not None
+    first_copy_s = found.weights_on_device_bytes / 50e9
+    assert found.elapsed_s == pytest.approx(first_copy_s + 10 * found.step_s)
+    tokens = 512 + (1024 // 16) ** 2
+    assert found.step_s == pytest.approx(found.disk_bytes * tokens / 400e12, rel=0.01)
+    assert found.read_s == pytest.approx(found.disk_bytes / 2e9)
+
+
+def test_more_pixels_and_guidance_take_more_of_everything(model: Path) -> None:
+    small, large = ask(model), ask(model, height=2048, width=2048)
+    guided = ask(model, guidance_scale=4.0)
+    for name in ("transformer", "vae"):
+        assert part(large, name).activation_bytes > part(small, name).activation_bytes
+    times = [part(each, "transformer").step_s or 0 for each in (small, guided, large)]
+    assert times[1] == pytest.approx(2 * times[0], rel=0.01)
+    assert times[2] > 3 * times[0]
+    assert part(guided, "text_encoder").num_steps == 2
+
+
+def test_a_budget_that_no_plan_fits_is_told_for_that_component(model: Path) -> None:
+    found = ask(model, 600 << 20)
+    assert not found.fits
+    encoder = part(found, "text_encoder")
+    assert encoder.mode == "" and "raise device_budget" in encoder.problem
+    assert found.elapsed_s is None
+    assert "work exceed the device budget of 600.0 MiB" in part(found, "vae").problem
+
+
+def test_a_converted_dtype_takes_memory_of_its_own(model: Path) -> None:
+    plain, wide = ask(model), ask(model, dtype="float32")
+    assert {each.anonymous_bytes for each in plain.components} == {0}
+    for each in wide.components:
+        assert each.anonymous_bytes == 2 * each.disk_bytes
+        assert each.weights_on_device_bytes > part(plain, each.component).disk_bytes
+
+
+def test_what_was_not_measured_is_said_to_be_assumed(model: Path) -> None:
+    notes = "\n".join(ask(model, rates=Rates()).notes)
+    assert "link: 25 GB/s is assumed" in notes and "computation: 100 TFLOP/s is assumed" in notes
+    assert "no device budget was given" in notes
+    known = ask(model, rates=Rates(device_bytes=24 * GIB, link_bytes_per_s=5e10, source="here"))
+    assert known.device_budget == 24 * GIB
+    assert "link: 50 GB/s (here)" in known.notes
+
+
+def test_it_is_json_with_a_schema(model: Path) -> None:
+    document = json.loads(json.dumps(ask(model, 8 * GIB).to_json()))
+    assert document["schema"] == "exeunt.forecast/1"
+    assert document["fits"] is True and document["components"][1]["fits"] is True
+
+
+@pytest.mark.parametrize("preset", ["group", "off"])
+def test_a_preset_that_plans_nothing_is_refused(model: Path, preset: str) -> None:
+    with pytest.raises(RequestError, match="choose auto, resident, stream or low_memory"):
+        ask(model, preset=preset)
+
+
+def test_bad_directories_and_sizes_are_clear_errors(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model directory is missing"):
+        ask(tmp_path / "nothing")
+    with pytest.raises(RequestError, match="height 1000 is not a multiple of 16"):
+        ask(model, height=1000)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelError, match=r"transformer|text_encoder|vae"):
+        ask(copy)
+    index = json.loads((copy / "model_index.json").read_text())
+    del index["vae"]
+    for name in ("transformer", "text_encoder"):
+        for file in (model / name).glob("*.safetensors"):
+            (copy / name / file.name).symlink_to(file)
+    (copy / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="no VAE with weights"):
+        ask(copy)
+
+
+# ---- the decoder's estimates, held against what torch does -----------------------------------
+
+
+@pytest.fixture(scope="module")
+def vae() -> Any:
+    import diffusers
+    import torch
+
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[16, 32, 32],
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+    ).eval()
+
+
+def test_a_decoders_operations_are_those_that_torch_counts(vae: Any) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, columns = 12, 8
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae.decode(torch.randn(1, 4, rows, columns))
+    shapes = {name: tuple(p.shape) for name, p in vae.named_parameters()}
+    assert decoder_flops(shapes, rows, columns) == pytest.approx(counter.get_total_flops())
+
+
+def test_a_decoders_memory_is_its_widest_layer_three_times(vae: Any) -> None:
+    """The largest three tensors alive at a time are what torch allocates at its peak, roughly."""
+    import torch
+
+    height, width = 256, 192
+    estimate = decoder_activation_bytes(dict(vae.config), height, width, 4)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        vae.decode(torch.randn(1, 4, height // 4, width // 4))
+    now, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert 0.5 < estimate / peak < 2.0, (estimate, peak)
+    assert math.isclose(estimate, 3 * 32 * height * width * 4)
