@@ -43,18 +43,21 @@ def transformer():
     return make_transformer()
 
 
-def run(transformer):
+def inputs():
     generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(1, 16, 4, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 8, 32, generator=generator),
+        "pooled_projections": torch.randn(1, 32, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
+
+
+def run(transformer):
     with torch.no_grad():
-        return transformer(
-            hidden_states=torch.randn(1, 16, 4, generator=generator),
-            encoder_hidden_states=torch.randn(1, 8, 32, generator=generator),
-            pooled_projections=torch.randn(1, 32, generator=generator),
-            timestep=torch.tensor([0.5]),
-            img_ids=torch.zeros(16, 3),
-            txt_ids=torch.zeros(8, 3),
-            return_dict=False,
-        )[0]
+        return transformer(**inputs(), return_dict=False)[0]
 
 
 def session_of(transformer, preset="stream"):

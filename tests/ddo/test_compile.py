@@ -7,11 +7,14 @@ import torch
 import torch._dynamo
 
 from ddo.attaching import attach
+from ddo.blocks import take_inventory
 from ddo.lifecycle import OffloadSession, blocks_of
 from ddo.owning import NotOwnable
 from ddo.settings import OffloadSettings
+from tests.ddo import quantized
 from tests.ddo.fake_backend import FakeBackend
-from tests.ddo.modules import IDS, assert_same, make_net, photograph, run
+from tests.ddo.modules import IDS, assert_same, load_net, make_net, photograph, run
+from tests.ddo.test_lifecycle import Adapted
 
 LONG_IDS = torch.tensor([[1, 5, 9, 0, 7], [3, 3, 10, 2, 2]])
 
@@ -175,3 +178,40 @@ def test_weights_in_a_compiled_block_may_be_tied_to_others(net):
         for _ in range(3):
             assert torch.equal(run(net), expected)
     assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao float8"])
+def test_compiled_blocks_of_quantized_weights_stream_without_recompiling(kind):
+    tower, x = quantized.make_tower(kind), quantized.make_input()
+    for layer in tower.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    expected = quantized.run(tower, x)
+    total = sum(block.nbytes for block in take_inventory(tower, torch.device("cpu")).blocks)
+    with session_of(tower, budget=int(0.7 * total), preset="low_memory") as session:
+        assert torch.equal(quantized.run(tower, x), expected)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                assert torch.equal(quantized.run(tower, x), expected)
+        assert "layers.2" in streamed(session)
+    assert torch.equal(quantized.run(tower, x), expected)
+
+
+def test_an_adapter_that_comes_while_blocks_are_compiled_is_compiled_in(net, tmp_path):
+    plain = run(net)
+    resident = load_net(tmp_path)
+    for each in (net, resident):
+        compile_blocks(each)
+
+    def adapt(module):
+        torch.manual_seed(0)
+        module.layers[2].up = Adapted(module.layers[2].up).requires_grad_(False)
+
+    adapt(resident)
+    wanted = run(resident)
+    with session_of(net) as session:
+        assert torch.equal(run(net), plain)
+        adapt(net)
+        for _ in range(2):
+            assert torch.equal(run(net), wanted)
+        assert session.report().num_replans["module changed"] == 1
+        assert session.report().compiled["num_graph_breaks"] == 0

@@ -190,3 +190,22 @@ def test_a_quantized_module_that_was_moved_as_a_whole_is_given_back(kind):
     session.detach()
     assert parts_of(tower) == before
     assert torch.equal(run(tower, x), expected)
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "quanto int4", "bitsandbytes nf4", "gguf Q4_0"])
+@pytest.mark.parametrize("is_delayed", [True, False])
+def test_a_quantized_module_streams_through_the_native_allocator(kind, is_delayed):
+    native = pytest.importorskip("native", reason="the native extension is not built")
+    from ddo.backend import NativeBackend
+
+    limit = 1 << 26
+    driver = native.FakeDriver(seed=2, is_delayed=is_delayed)
+    backend = NativeBackend(driver, CPU, limit_bytes=limit, host_budget_bytes=limit)
+    tower, x = make_tower(kind), make_input()
+    expected, before = run(tower, x), parts_of(tower)
+    with session_of(tower, backend, preset="low_memory") as session:
+        for _ in range(4):
+            assert torch.equal(run(tower, x), expected)
+        assert session.plan.mode == "stream"
+    assert driver.violations() == []
+    assert parts_of(tower) == before
