@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from ddo.host_sources import HostSources, map_shared
 from ddo.inner import Shell, plain_data, shells
-from ddo.layout import BlockLayout, Piece, lay_out_block
+from ddo.layout import BlockLayout, Piece, align_up, lay_out_block
 from ddo.owning import NotOwnable, find_obstacle
 from ddo.planning import BlockSpec
 from ddo.source import byte_view
@@ -23,6 +24,8 @@ from ddo.users import Use, uses_of_weights
 from ddo.weight_files import SourceError, WeightFiles
 
 _FIRST_BLOCK_SHARE = 0.05
+_SMALL_BYTES = 64 << 10
+_GATHERED = -1  # the source that stands for gathered tensors; other memory counts down from -2
 
 __all__ = [
     "Block",
@@ -239,16 +242,43 @@ def _keep_first(blocks: list[Block]) -> None:
         blocks[0].must_stay = "first weight, which tells callers the module's device"
 
 
+def _gather_small(members: Sequence[Member]) -> dict[int, tuple[int, int, Tensor]]:
+    """Copies of a quantized weight's scales, zero points and such in one stretch of memory.
+
+    They are a few hundred bytes each, and copying them to the device one by one takes longer
+    than their bytes do. The weight itself keeps its own.
+    """
+    largest = max((member.found.nbytes for member in members), default=0)
+    limit = min(_SMALL_BYTES, largest - 1)
+    small = [m for m in members if m.weight is not None and m.found.nbytes <= limit]
+    begins = list(accumulate((align_up(m.found.nbytes) for m in small), initial=0))
+    memory = torch.zeros(begins.pop(), dtype=torch.uint8)
+    places: dict[int, tuple[int, int, Tensor]] = {}
+    for member, begin in zip(small, begins, strict=True):
+        found = byte_view(member.found)
+        if found is not None:
+            memory[begin : begin + found.numel()] = found
+            places[id(member)] = (_GATHERED, begin, memory)
+    return places
+
+
 def _lay_out(blocks: list[Block], sources: HostSources) -> int:
     """Find each weight's bytes and place them in its block; returns bytes without a file."""
     own_bytes = 0
     for block in blocks:
         pieces: list[Piece] = []
         memories: dict[int, Tensor] = {}
+        gathered = _gather_small(block.members)
         for member in block.members:
             memory = byte_view(member.found)
             if memory is None:
                 raise NotOwnable(f"weight {member.name!r} shares elements; make it contiguous")
+            if id(member) in gathered:
+                key, offset, memories[key] = gathered[id(member)]
+                own_bytes += memory.numel()
+                # With what is between this one and the next, so that they are one copy.
+                pieces.append(Piece(key, offset, align_up(memory.numel())))
+                continue
             # A file holds its tensors in the order of their axes.
             names = member.names if member.found.is_contiguous() else ()
             source = sources.locate(names, memory)
@@ -256,7 +286,7 @@ def _lay_out(blocks: list[Block], sources: HostSources) -> int:
                 key, offset, memories[key] = source
                 member.is_mapped = True
             else:
-                key, offset = -1 - len(pieces), 0
+                key, offset = _GATHERED - 1 - len(pieces), 0
                 memories[key] = memory
                 own_bytes += memory.numel()
             pieces.append(Piece(key, offset, memory.numel()))

@@ -29,6 +29,10 @@ def session_of(tower, backend=None, *, share=0.7, preset="stream"):
     return OffloadSession(tower, settings, backend or FakeBackend())
 
 
+def bytes_of(tensor):
+    return tensor.contiguous().reshape(tensor.shape or (1,)).view(torch.uint8)
+
+
 def streamed(session):
     return {block.name for block in session.plan.blocks if block.placement == "ring"}
 
@@ -61,6 +65,22 @@ def test_a_quantized_module_streams_with_equal_results_and_is_restored(kind, pre
     assert parts_of(tower) == before
     assert torch.equal(run(tower, x), expected)
     assert backend.allocated_bytes() == 0
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4"])
+def test_small_tensors_of_a_weight_are_one_copy_together(kind):
+    tower = make_tower(kind, width=512)
+    blocks = {block.name: block for block in take_inventory(tower, CPU).blocks}
+    block = blocks["layers.1.down"]
+    names = [member.name.removeprefix("layers.1.down.weight.") for member in block.members]
+    assert len(names) >= 3, names
+    assert len(block.copies) == 2, "the weight itself, and the rest"
+    memory = torch.zeros(block.nbytes, dtype=torch.uint8)
+    for copy in block.copies:
+        memory[copy.target_offset : copy.target_offset + copy.memory.numel()] = copy.memory
+    for member, view in zip(block.members, block.views(memory), strict=True):
+        assert view.shape == member.found.shape
+        assert torch.equal(bytes_of(view), bytes_of(member.found))
 
 
 @pytest.mark.parametrize("kind", KINDS)
