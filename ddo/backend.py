@@ -1,7 +1,7 @@
 """The device behind one protocol: the native allocator where it can be had, plain torch elsewhere.
 
-The only module that imports `native`. Native knows bytes, addresses and streams; tensors begin
-here.
+Native knows bytes, addresses and streams; tensors begin here. Beside `ddo.native_pins`, the only
+module that imports it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.utils.dlpack import from_dlpack
 
 import native
 from ddo.host_pins import HostPins
+from ddo.native_pins import NativeRegistrar, NativeStager, span
+from ddo.staging import HostPiece, InFlight, StagingSize
 from ddo.torch_backend import DeviceError, TorchBackend
 from ddo.transfer import Fence, HostCopy
 
@@ -55,32 +57,9 @@ def open_backend(
     return OpenedBackend(backend, None)
 
 
-class NativeRegistrar:
-    """Pins host pages through the native library, which unpins them whatever happens."""
-
-    def __init__(self, device: native.Device) -> None:
-        self._device = device
-        self._pages: dict[int, native.HostPages] = {}
-
-    def register(self, address: int, nbytes: int, *, is_read_only: bool) -> int:
-        """Pin whole pages; the driver's status."""
-        try:
-            self._pages[address] = native.HostPages(
-                self._device, address, nbytes, is_read_only=is_read_only
-            )
-        except native.CudaError as error:
-            return error.status
-        return 0
-
-    def unregister(self, address: int) -> int:
-        """Let pinned pages go. Pages that are not pinned are none to complain about."""
-        self._pages.pop(address, None)
-        return 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    batch: native.CopyBatch
+    batch: native.CopyBatch | native.StagedBatch
     sources: tuple[Tensor, ...]  # the batch borrows their memory
     target: Tensor
 
@@ -113,7 +92,12 @@ class NativeBackend:
         self._copy_stream = native.Stream(self.native_device)
         # On a CPU the caller computes in its own thread; this stream stands for that.
         self._host_stream = native.Stream(self.native_device) if driver.is_fake else None
-        self.pins = HostPins(NativeRegistrar(self.native_device), host_budget_bytes)
+        self.pins = HostPins(
+            NativeRegistrar(self.native_device), host_budget_bytes, self._open_stager
+        )
+        self._in_flight = InFlight(
+            self.pins.counters, (native.FileChangedError, native.FileAccessError)
+        )
 
     @classmethod
     def on_cuda(
@@ -153,21 +137,27 @@ class NativeBackend:
         return found
 
     def prepare(self, copies: Sequence[HostCopy], target: Tensor) -> Any:
-        parts: list[tuple[int, int, int]] = []
-        sources: list[Tensor] = []
+        parts: list[tuple[HostPiece, int]] = []
         for copy in copies:
             address = target.data_ptr() + copy.target_offset
-            for source in self.pins.sources(copy.memory):
-                parts.append((source.data_ptr(), source.numel(), address))
-                sources.append(source)
-                address += source.numel()
-        return _Prepared(native.CopyBatch(self.native_device, parts), tuple(sources), target)
+            for piece in self.pins.pieces(copy.memory):
+                parts.append((piece, address))
+                address += piece.memory.numel()
+        sources = tuple(piece.memory for piece, _ in parts)
+        stager = self.pins.stager
+        if isinstance(stager, NativeStager) and not all(piece.is_pinned for piece, _ in parts):
+            return _Prepared(stager.batch(parts), sources, target)
+        spans = [(*span(piece.memory), address) for piece, address in parts]
+        return _Prepared(native.CopyBatch(self.native_device, spans), sources, target)
 
     def submit(self, prepared: Any, after: Sequence[Fence], ready: Fence) -> None:
         assert isinstance(prepared, _Prepared)
-        prepared.batch.submit(
+        self._in_flight.clear_way(prepared.target)
+        transfer = prepared.batch.submit(
             self._copy_stream.handle, [_event(fence) for fence in after], _event(ready)
         )
+        if transfer is not None:
+            self._in_flight.add(ready, prepared.target, transfer, prepared)
 
     def fence(self, *, is_timed: bool = False) -> native.EventFence:
         return native.EventFence(self.native_device, has_timing=is_timed)
@@ -176,6 +166,7 @@ class NativeBackend:
         _event(fence).record(self.stream())
 
     def wait(self, fence: Fence) -> None:
+        self._in_flight.settle(fence)
         _event(fence).block_stream(self.stream())
         if self._host_stream is not None:
             # A CPU computes at once, so the host is what has to wait.
@@ -186,7 +177,10 @@ class NativeBackend:
 
     def synchronize(self, fence: Fence) -> None:
         self.num_host_waits += 1
-        _event(fence).synchronize()
+        try:
+            self._in_flight.settle(fence)
+        finally:
+            _event(fence).synchronize()
 
     def stream(self) -> int:
         if self._host_stream is not None:
@@ -198,8 +192,15 @@ class NativeBackend:
 
     def close(self) -> None:
         """Unpin the host's memory. Device memory goes with the last tensor that views it."""
+        self._in_flight.close()
         self.pins.close()
         self.arena.collect()
+
+    def _open_stager(self, size: StagingSize) -> NativeStager | None:
+        try:
+            return NativeStager(self.native_device, size)
+        except (native.CudaError, native.OutOfMemoryError):
+            return None
 
     def free_bytes(self) -> int:
         """Bytes that `allocate` can still back: below the limit, and free on the device."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import mmap
 import warnings
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ddo.source import MappedFiles
+from ddo.source import FileRange, MappedFiles
 from ddo.weight_files import FileIdentity, WeightFiles
 
 _COMPARED_BYTES = 256  # at the beginning, the middle and the end of a weight
@@ -87,4 +88,21 @@ def map_shared(path: Path, identity: FileIdentity) -> Tensor | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it cannot be written is the point
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    begin = memory.data_ptr()
+    _shared[begin] = FileRange(str(path), 0, memory.numel(), identity)
+    weakref.finalize(mapping, _shared.pop, begin, None).atexit = False
+    return memory
+
+
+# Files that this process has mapped with `map_shared` and still has, by address.
+_shared: dict[int, FileRange] = {}
+
+
+def file_behind(memory: Tensor) -> FileRange | None:
+    """Where bytes of a `map_shared` tensor lie in their file, as it was when it was mapped."""
+    address = memory.data_ptr()
+    for begin, whole in list(_shared.items()):
+        if begin <= address and address + memory.numel() <= begin + whole.nbytes:
+            return FileRange(whole.path, address - begin, memory.numel(), whole.identity)
+    return None

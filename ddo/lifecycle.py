@@ -296,6 +296,9 @@ class OffloadSession:
                 if smaller is None:
                     self._structure.forget()  # nothing is held now: the next step starts anew
                     raise
+            except BaseException:  # a file that has changed, an interrupt: the same
+                self._structure.forget()
+                raise
             self._planner.budget_bytes, new = smaller
             self._metrics.fall_back("memory", "the device had less memory than was planned with")
         if new.mode == "resident":

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddo.errors import DdoError
-from ddo.host_pins import DriverRegistrar, HostPins, Registrar
+from ddo.host_pins import HostPins
+from ddo.readers import ReaderThreads, StagedPart
+from ddo.registrars import DriverRegistrar, Registrar
+from ddo.staging import InFlight, StagingSize
 from ddo.transfer import Fence, HostCopy
 
 _PROBE_BYTES = 64 << 20
@@ -32,6 +36,34 @@ class CudaFence:
 
     def is_complete(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    pairs: list[tuple[Tensor, Tensor]]
+    staged: list[StagedPart]
+    target: Tensor
+
+
+class _Copies:
+    """The copy stream as reader threads use it. Implements `ddo.readers.CopyQueue`."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def fence(self) -> CudaFence:
+        return CudaFence(is_timed=False)
+
+    def enqueue(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def record(self, fence: Fence) -> None:
+        _event(fence).record(self._stream)
+
+    def wait(self, fence: Fence) -> None:
+        _event(fence).synchronize()
 
 
 class TorchBackend:
@@ -62,28 +94,42 @@ class TorchBackend:
         with torch.cuda.device(self.device):
             torch.empty(1, device=self.device)  # makes the device's context current
             self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.pins = HostPins(registrar or DriverRegistrar(), host_budget_bytes)
+        self._registrar = registrar or DriverRegistrar()
+        self.pins = HostPins(self._registrar, host_budget_bytes, self._open_stager)
+        self._in_flight = InFlight(self.pins.counters)
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def prepare(self, copies: Sequence[HostCopy], target: Tensor) -> Any:
         pairs: list[tuple[Tensor, Tensor]] = []
+        staged: list[StagedPart] = []
         for copy in copies:
             begin = copy.target_offset
-            for source in self.pins.sources(copy.memory):
-                pairs.append((target[begin : begin + source.numel()], source))
-                begin += source.numel()
-        return pairs
+            for piece in self.pins.pieces(copy.memory):
+                part = target[begin : begin + piece.memory.numel()]
+                if piece.is_pinned or self.pins.stager is None:
+                    pairs.append((part, piece.memory))
+                else:
+                    staged.append(StagedPart(piece.memory, piece.file, part))
+                begin += piece.memory.numel()
+        return _Prepared(pairs, staged, target)
 
     def submit(self, prepared: Any, after: Sequence[Fence], ready: Fence) -> None:
+        assert isinstance(prepared, _Prepared)
+        self._in_flight.clear_way(prepared.target)
         stream = self._copy_stream
         for fence in after:
             stream.wait_event(_event(fence))
         with torch.cuda.stream(stream):
-            for target, source in prepared:
+            for target, source in prepared.pairs:
                 target.copy_(source, non_blocking=True)
-        _event(ready).record(stream)
+        if not prepared.staged:
+            _event(ready).record(stream)
+            return
+        assert isinstance(self.pins.stager, ReaderThreads)
+        transfer = self.pins.stager.start(prepared.staged, ready)
+        self._in_flight.add(ready, prepared.target, transfer, prepared)
 
     def fence(self, *, is_timed: bool = False) -> CudaFence:
         return CudaFence(is_timed=is_timed)
@@ -92,6 +138,7 @@ class TorchBackend:
         _event(fence).record(torch.cuda.current_stream(self.device))
 
     def wait(self, fence: Fence) -> None:
+        self._in_flight.settle(fence)
         torch.cuda.current_stream(self.device).wait_event(_event(fence))
 
     def elapsed_s(self, begin: Fence, end: Fence) -> float | None:
@@ -99,7 +146,10 @@ class TorchBackend:
 
     def synchronize(self, fence: Fence) -> None:
         self.num_host_waits += 1
-        _event(fence).synchronize()
+        try:
+            self._in_flight.settle(fence)
+        finally:
+            _event(fence).synchronize()
 
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self.device).cuda_stream
@@ -109,8 +159,15 @@ class TorchBackend:
             self.pins.pin(memories)
 
     def close(self) -> None:
+        self._in_flight.close()
         with self._context():
             self.pins.close()
+
+    def _open_stager(self, size: StagingSize) -> ReaderThreads | None:
+        try:
+            return ReaderThreads(_Copies(self.device, self._copy_stream), self._registrar, size)
+        except OSError:
+            return None
 
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ddo.errors import DdoError
+from ddo.weight_files import SourceError
 
 
 class TransferError(DdoError, RuntimeError):
@@ -44,7 +46,8 @@ class Backend(Protocol):
     """What the offloader needs of a device. Streams and fences stay inside.
 
     `device` holds the weights in use; `name` goes into reports. All methods but `synchronize`
-    and `pin` return without waiting for the device or the disk.
+    and `pin` return without waiting for the device or the disk; `wait` and `submit` wait for
+    reader threads that have not come to a copy which is needed now.
     """
 
     name: str
@@ -75,7 +78,11 @@ class Backend(Protocol):
         ...
 
     def wait(self, fence: Fence) -> None:
-        """Let later work of the caller's current stream wait for the fence."""
+        """Let later work of the caller's current stream wait for the fence.
+
+        Raises:
+            SourceError: Bytes on their way to it could not be read.
+        """
         ...
 
     def elapsed_s(self, begin: Fence, end: Fence) -> float | None:
@@ -221,11 +228,25 @@ class Ring:
                 self.counters.num_missed += 1
                 self._fetch(index, block)
             block.num_users += 1
-            self._backend.wait(block.ready)
+            try:
+                self._backend.wait(block.ready)
+            except BaseException:
+                self._give_up(index, block)
+                raise
             if block.spill is not None:
                 return block.spill
             assert block.place is not None
             return block.place
+
+    def _give_up(self, index: int, block: RingBlock) -> None:
+        """The bytes did not come, or an interrupt came first: whoever asks next copies again."""
+        block.num_users -= 1
+        if block.num_users:
+            return
+        block.spill = None
+        block.is_loaded = False
+        self._loaded.discard(index)
+        self._ahead = 0
 
     def release(self, index: int) -> bool:
         """End one use; what the caller's stream has enqueued by now is waited for.
@@ -275,7 +296,8 @@ class Ring:
         """Block the host until no copy and no use is pending. Nothing is loaded afterwards."""
         with self._lock:
             for block in self._blocks:
-                self._backend.synchronize(block.ready)
+                with suppress(SourceError):  # of bytes that nobody wants any more
+                    self._backend.synchronize(block.ready)
                 for stream in block.pending:
                     self._backend.synchronize(block.readers[stream])
                 block.pending.clear()

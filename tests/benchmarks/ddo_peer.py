@@ -8,6 +8,9 @@ From a shell, the same with a short run of its own, which prints one JSON docume
 session's report in it:
 
     python -m tests.benchmarks.ddo_peer stream WEIGHTS_DIR CAP_GIB [--tokens 4096] [--steps 12]
+
+With `--host-budget 2GiB` only so much host memory may be pinned; a run for each of several
+budgets shows how time grows with what is not pinned.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import ddo
 
 _RESERVE = "1.5GiB"  # for activations and workspaces of a 4096-token step
 _sessions: list[Any] = []  # a session ends with its process
+_pinning: dict[str, str] = {}  # settings of host memory, from the command line
 
 
 def stream(weights_dir: str, cap_gib: float) -> nn.Module:
@@ -54,13 +58,20 @@ def _attached(
 ) -> nn.Module:
     import torch
 
-    settings = ddo.OffloadSettings(preset=preset, device_budget=f"{cap_gib:g}GiB", reserve=_RESERVE)
+    settings = ddo.OffloadSettings(
+        preset=preset,
+        device_budget=f"{cap_gib:g}GiB",
+        reserve=_RESERVE,
+        **_pinning,
+    )
     options: dict[str, Any] = {}
     if not is_native:
         from ddo.host_memory import read_host_memory
         from ddo.torch_backend import TorchBackend
 
-        pinned = int(read_host_memory().available_bytes * 0.6)
+        pinned = settings.host_budget_bytes
+        if pinned is None:
+            pinned = int(read_host_memory().available_bytes * 0.6)
         options["backend"] = TorchBackend(torch.device("cuda"), pinned)
     session = ddo.load(_model_class(weights_dir), weights_dir, settings, device="cuda", **options)
     _sessions.append(session)
@@ -81,7 +92,10 @@ def main() -> None:
     parser.add_argument("cap_gib", type=float)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--host-budget", help="host memory that may be pinned, such as 2GiB")
     options = parser.parse_args()
+    if options.host_budget is not None:
+        _pinning["host_budget"] = options.host_budget
     import torch
 
     torch.zeros(1, device="cuda")
@@ -101,6 +115,7 @@ def main() -> None:
     document = {
         "offloader": options.offloader,
         "cap_gib": options.cap_gib,
+        "host_budget": options.host_budget,
         "tokens": options.tokens,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -34,6 +34,20 @@ def backend(request):
     return opened.backend
 
 
+@pytest.fixture(params=["torch", "native"])
+def make_backend(request):
+    """A backend that may pin so much host memory."""
+    device = torch.device("cuda", 0)
+
+    def make(host_budget):
+        torch.cuda.init()
+        if request.param == "torch":
+            return TorchBackend(device, host_budget)
+        return open_backend(device, limit_bytes=1 << 30, host_budget_bytes=host_budget).backend
+
+    return make
+
+
 @pytest.fixture
 def net(tmp_path):
     return make_net(tmp_path, dtype=torch.bfloat16, width=WIDTH, depth=DEPTH)
@@ -187,3 +201,18 @@ def test_a_step_that_runs_out_of_device_memory_is_repeated_with_fewer_residents(
                 assert session.report().num_repeated >= 1
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("host_budget", [0, 1, 24, 48, 80])
+def test_results_are_bit_equal_by_every_host_tier(net, expected, make_backend, host_budget):
+    """Weights of 100 MiB of which the host may pin a part: the rest goes through reader threads."""
+    before = photograph(net)
+    backend = make_backend(host_budget * MIB)
+    with session_of(net, backend, budget=40 * MIB) as session:
+        for _ in range(8):
+            assert torch.equal(run(net), expected)
+        pins = session.report().pins
+        assert pins["registered_bytes"] + pins["ring_bytes"] <= host_budget * MIB
+        assert (pins["staged_bytes"] > 0) == (host_budget > 0)
+        assert (pins["pageable_bytes"] > 0) == (host_budget == 0)
+    assert_same(before, photograph(net))

@@ -1,0 +1,347 @@
+"""Weights that go through a pinned ring which reader threads refill."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from ddo.host_pins import PAGE, HostPins, spread
+from ddo.host_sources import map_shared
+from ddo.pin_counters import PinCounters
+from ddo.staging import InFlight, staging_size
+from ddo.weight_files import FileIdentity, SourceError
+from tests.ddo.modules import assert_same, load_net, make_net, photograph, run
+from tests.ddo.staged_backend import FakeRegistrar, StagedBackend
+from tests.ddo.test_lifecycle import session_of
+
+WIDTH = 40
+BUDGET = 120_000  # of the device, for weights of 250 kB
+KIB = 1 << 10
+
+
+@pytest.fixture
+def net(tmp_path):
+    return make_net(tmp_path, width=WIDTH)
+
+
+# ---- whole sessions ----
+
+
+@pytest.mark.parametrize("registers_files", [True, False])
+@pytest.mark.parametrize("host_budget", [0, 20, 40, 80, 160, 4000])
+@pytest.mark.parametrize("seed", range(3))
+def test_results_are_bit_equal_by_every_tier(net, seed, host_budget, registers_files):
+    """Invariants 2, 3 and 9, with threads that come to their copies at times of their own."""
+    expected, before = run(net), photograph(net)
+    backend = StagedBackend(seed, host_budget=host_budget * KIB, registers_files=registers_files)
+    with session_of(net, backend, budget=BUDGET) as session, backend.reading():
+        for _ in range(4):
+            assert torch.equal(run(net), expected)
+        assert session.plan.mode == "stream"
+        pins = session.report().pins
+    held = pins["registered_bytes"] + pins["slab_bytes"] + pins["ring_bytes"]
+    assert held <= host_budget * KIB
+    if host_budget in (40, 80):
+        assert pins["staged_bytes"] > 0
+    if host_budget == 0:
+        assert pins["pageable_bytes"] > 0
+    if host_budget == 4000:
+        assert pins["staged_bytes"] == pins["pageable_bytes"] == 0
+    assert (pins["slab_bytes"] > 0) == (not registers_files and host_budget >= 20)
+    assert_same(before, photograph(net))
+    assert backend.registrar.pages == {}
+
+
+def staged(net, seed=1, **options):
+    backend = StagedBackend(seed, host_budget=40 * KIB, **options)
+    return backend, session_of(net, backend, budget=BUDGET, preset="low_memory")
+
+
+@pytest.mark.parametrize("how", ["cut", "written"])
+def test_a_file_that_changes_while_it_streams_is_named_with_the_offset(tmp_path, how):
+    """And detached, the module is as it was found."""
+    (tmp_path / "copy").mkdir()
+    net = make_net(tmp_path / "copy", width=WIDTH)
+    path = tmp_path / "copy" / "model.safetensors"
+    whole, before = path.read_bytes(), photograph(net)
+    # Slabs are copies: to touch pages of a mapping that a file has lost is a bus error.
+    _, session = staged(net, registers_files=False)
+    with session:
+        run(net)
+        if how == "cut":
+            os.truncate(path, len(whole) // 2 // PAGE * PAGE)
+        else:
+            os.utime(path, ns=(1, 1))
+        with pytest.raises(SourceError, match=r"byte \d+.*model\.safetensors"):
+            run(net)
+        path.write_bytes(whole)  # else the module's own mapping has no bytes to compare
+    assert_same(before, photograph(net))
+
+
+def test_a_file_that_was_replaced_by_another_is_refused_before_it_is_read(tmp_path):
+    net = make_net(tmp_path, width=WIDTH)
+    path = tmp_path / "model.safetensors"
+    backend, session = staged(net)
+    pin = backend.pin
+
+    def pin_then_replace(memories):
+        pin(memories)
+        (tmp_path / "other").write_bytes(path.read_bytes())
+        (tmp_path / "other").replace(path)
+
+    backend.pin = pin_then_replace
+    before = photograph(net)
+    with pytest.raises(SourceError, match="changed before byte"), session:
+        run(net)
+    assert_same(before, photograph(net))
+
+
+def test_detaching_waits_for_threads_that_are_still_reading(net):
+    before = photograph(net)
+    backend, session = staged(net)
+    is_reading = threading.Event()
+
+    def slowly():
+        is_reading.set()
+        time.sleep(0.002)
+
+    with session:
+        run(net)
+        backend.gate = slowly
+        is_reading.clear()
+        run(net)
+        assert is_reading.is_set()
+    assert backend.registrar.pages == {}
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddo-reader")]
+    assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize("nth", [0, 3, 9])
+def test_an_interrupt_while_waiting_for_a_thread_leaves_a_session_that_works(net, nth):
+    expected, before = run(net), photograph(net)
+    backend, session = staged(net)
+    settle, calls = backend.in_flight.settle, []
+
+    def interrupted(fence):
+        calls.append(fence)
+        if len(calls) == nth + 1:
+            raise KeyboardInterrupt
+        settle(fence)
+
+    with session, backend.reading():
+        run(net)
+        backend.in_flight.settle = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            run(net)
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+    assert_same(before, photograph(net))
+
+
+def test_a_session_that_fails_to_attach_ends_its_threads(net):
+    before = photograph(net)
+    backend, session = staged(net)
+    backend.fail_at["submit"] = 2
+    with pytest.raises(RuntimeError, match="injected"):
+        session.attach()
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddo-reader")]
+    assert_same(before, photograph(net))
+
+
+def test_layers_in_another_order_than_expected_get_their_own_bytes(net):
+    """A copy that a thread has not come to must not land on what was fetched instead."""
+    backend, session = staged(net)
+    with session, backend.reading():
+        run(net)
+        for order in ([5, 0, 3, 1, 4, 2], [0, 0, 2, 5, 5, 1]):
+            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                found = [net.layers[k](x) for k in order]
+            reference = expected_layers(net, session, order, x)
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+            run(net)
+
+
+def expected_layers(net, session, order, x):
+    """What the layers give with weights that nobody moves."""
+    twin = make_net(width=WIDTH)
+    twin.load_state_dict({name: t.clone() for name, t in net.state_dict().items()})
+    with torch.no_grad():
+        return [twin.layers[k](x) for k in order]
+
+
+# ---- the parts ----
+
+
+def mapped_file(path, nbytes):
+    path.write_bytes(os.urandom(nbytes))
+    memory = map_shared(path, FileIdentity.of(path))
+    assert memory is not None
+    return memory
+
+
+def test_what_is_pinned_in_part_is_spread_over_the_order_of_use(tmp_path):
+    """A run of slow bytes would empty the ring on the device."""
+    memory = mapped_file(tmp_path / "w", 16 << 20)
+    memories = list(memory.split(1 << 20))
+    memories.reverse()
+    for share in (0.25, 0.5, 0.75):
+        chosen = list(spread(memories, int(share * memory.numel())))
+        assert sum(part.numel() for part in chosen) <= share * memory.numel()
+        for whole in memories:
+            begin, end = whole.data_ptr(), whole.data_ptr() + whole.numel()
+            inside = sum(p.numel() for p in chosen if begin <= p.data_ptr() < end)
+            assert inside == pytest.approx(share * whole.numel(), rel=0.02)
+    assert list(spread(memories, 0)) == []
+    assert sum(p.numel() for p in spread(memories, 99 << 20)) == memory.numel()
+
+
+class Stager:
+    def __init__(self):
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_the_ring_takes_part_of_the_budget_and_the_rest_is_registered(tmp_path, share):
+    memory = mapped_file(tmp_path / "w", 16 << 20)
+    opened = []
+
+    def open_stager(size):
+        opened.append(size)
+        return Stager()
+
+    registrar = FakeRegistrar()
+    pins = HostPins(registrar, int(share * memory.numel()), open_stager)
+    pins.pin(list(memory.split(1 << 20)))
+    counters = pins.counters
+    assert counters.ring_bytes == opened[0].nbytes <= share * memory.numel() / 4
+    pinned = counters.registered_bytes + counters.ring_bytes
+    assert 0.95 * share * memory.numel() <= pinned <= share * memory.numel()
+    assert counters.staged_bytes == memory.numel() - counters.registered_bytes
+    assert counters.pageable_bytes == 0
+    pieces = pins.pieces(memory)
+    assert torch.equal(torch.cat([piece.memory for piece in pieces]), memory)
+    assert sum(p.memory.numel() for p in pieces if not p.is_pinned) == counters.staged_bytes
+    offset = 0
+    for piece in pieces:
+        if not piece.is_pinned:
+            assert (piece.file.path, piece.file.offset) == (str(tmp_path / "w"), offset)
+        offset += piece.memory.numel()
+    stager = pins.stager
+    pins.close()
+    assert stager.is_closed
+    assert registrar.pages == {}
+
+
+def test_a_budget_that_holds_everything_opens_no_ring(tmp_path):
+    memory = mapped_file(tmp_path / "w", 1 << 20)
+    pins = HostPins(FakeRegistrar(), 1 << 20, lambda size: pytest.fail("opened"))
+    pins.pin([memory])
+    assert pins.counters.registered_bytes == 1 << 20
+    pins.close()
+
+
+def test_a_ring_that_the_device_refuses_is_asked_for_once_and_bytes_stay_pageable(tmp_path):
+    memory = mapped_file(tmp_path / "w", 1 << 20)
+    asked = []
+    pins = HostPins(FakeRegistrar(), 1 << 19, asked.append)
+    pins.pin([memory])
+    pins.pin([memory])
+    assert len(asked) == 1
+    assert pins.counters.ring_bytes == 0
+    assert pins.counters.num_refused == 1
+    assert pins.counters.pageable_bytes == memory.numel() - pins.counters.registered_bytes
+    pins.close()
+
+
+@pytest.mark.parametrize("left", [0, 4095, 1 << 16, 1 << 22, 1 << 30, 1 << 40])
+@pytest.mark.parametrize("cores", [1, 2, 16, 128])
+def test_a_ring_takes_at_most_a_quarter_and_keeps_its_threads_busy(left, cores):
+    size = staging_size(left, cores)
+    if size is None:
+        assert left < 4 * 2 * 4096
+        return
+    assert size.nbytes <= left // 4
+    assert size.num_buffers >= size.num_threads >= (2 if left > 1 << 16 else 1)
+    assert size.buffer_bytes % 4096 == 0
+    assert size.nbytes <= 64 << 20
+
+
+class Transfer:
+    """On its way until told otherwise."""
+
+    def __init__(self):
+        self.is_over = False
+        self.failure = None
+        self.num_asked = 0
+
+    def wait(self, timeout_s):
+        self.num_asked += 1
+        if self.num_asked == 3:
+            self.is_over = True
+        if self.failure is not None:
+            raise self.failure
+        return self.is_over
+
+
+@pytest.fixture
+def flights():
+    return InFlight(PinCounters(), (ValueError,))
+
+
+def test_who_waits_for_a_fence_waits_for_its_threads_first(flights):
+    memory, transfer, fence = torch.zeros(100, dtype=torch.uint8), Transfer(), object()
+    flights.add(fence, memory, transfer, None)
+    flights.settle(object())
+    assert transfer.num_asked == 0
+    flights.settle(fence)
+    assert transfer.is_over
+    assert flights._counters.num_staging_waits == 1
+    flights.settle(fence)
+    assert transfer.num_asked == 3, "it was forgotten"
+
+
+def test_a_copy_waits_for_threads_that_would_write_to_the_same_place_later(flights):
+    memory = torch.zeros(100, dtype=torch.uint8)
+    transfers = [Transfer() for _ in range(4)]
+    for k, transfer in enumerate(transfers):
+        flights.add(object(), memory[k * 20 : k * 20 + 20], transfer, None)
+    flights.clear_way(memory[39:60])
+    assert [t.is_over for t in transfers] == [False, True, True, False]
+    flights.close()
+    assert all(t.is_over for t in transfers)
+
+
+def test_a_read_that_failed_is_an_error_of_the_source_and_is_told_once(flights):
+    memory, transfer, fence = torch.zeros(10, dtype=torch.uint8), Transfer(), object()
+    transfer.failure = ValueError("file x at byte 7")
+    flights.add(fence, memory, transfer, None)
+    with pytest.raises(SourceError, match="file x at byte 7"):
+        flights.settle(fence)
+    flights.settle(fence)
+    flights.add(fence, memory, transfer, None)
+    flights.clear_way(memory)
+    flights.settle(fence)
+
+
+def test_a_later_net_of_the_same_file_is_staged_from_it(tmp_path):
+    """The fallback of copying from memory is for weights that no file backs."""
+    make_net(tmp_path, width=WIDTH)
+    net = load_net(tmp_path, width=WIDTH)
+    backend, session = staged(net)
+    with session:
+        pieces = [
+            piece
+            for memory in backend.pinned
+            for piece in backend.pins.pieces(memory)
+            if not piece.is_pinned
+        ]
+        assert pieces
+        assert all(piece.file is not None for piece in pieces)
