@@ -23,6 +23,7 @@ FAMILIES = {"z-image": ("flows.z_image", "paint pictures with a Z-Image model")}
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("flows.cli_plan", "forecast memory and time of a model; needs no GPU"),
+    "doctor": ("flows.cli_doctor", "measure what this machine can do"),
     "artifacts": ("flows.cli_artifacts", "list, show, verify and collect stored results"),
     "up": ("flows.cli_server", "start the Prefect server, with a worker and the deployments"),
     "down": ("flows.cli_server", "stop what `exeunt up` or a run has started"),
