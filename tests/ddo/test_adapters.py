@@ -107,7 +107,6 @@ def in_turn(transformer):
 
 @pytest.mark.parametrize("preset", ["stream", "low_memory", "resident"])
 def test_everything_done_with_adapters_gives_equal_results_while_attached(transformer, preset):
-    """Case 4.09."""
     expected = list(in_turn(make_transformer()))
     assert not torch.equal(expected[0][1], expected[1][1]), "the adapter changes nothing"
     settings = OffloadSettings(preset=preset, device_budget="2MiB", reserve="1MiB")
@@ -171,7 +170,7 @@ def adapter_state(seed):
 
 @pytest.mark.parametrize("preset", ["stream", "resident"])
 def test_an_adapter_may_be_loaded_and_swapped_for_another_of_its_shape(transformer, preset):
-    """Case 4.09; what `load_lora_weights` of a pipeline does to its transformer."""
+    """What `load_lora_weights` of a pipeline does to its transformer."""
     wanted = []
     for seed in (1, 2):
         resident = make_transformer()

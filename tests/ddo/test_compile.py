@@ -53,7 +53,6 @@ def streamed(session):
 @pytest.mark.parametrize("preset", ["stream", "low_memory"])
 @pytest.mark.parametrize("by", ["method", "function"])
 def test_compiled_blocks_stream_and_are_compiled_once(net, by, preset):
-    """Case 4.15, compiled before attaching."""
     compile_blocks(net, by=by)
     expected = run(net)
     before = photograph(net)
@@ -90,7 +89,6 @@ def test_compiled_blocks_that_are_lowered_stream_with_equal_results(tmp_path):
 
 
 def test_blocks_that_are_compiled_after_attaching_stream_from_the_next_step_on(net):
-    """Case 4.15, compiled after attaching."""
     expected = run(net)
     with session_of(net, preset="low_memory") as session:
         assert torch.equal(run(net), expected)
@@ -110,7 +108,6 @@ def test_blocks_that_are_compiled_after_attaching_stream_from_the_next_step_on(n
 
 
 def test_another_size_is_compiled_once_more_and_counted(net):
-    """Case 4.15, several resolutions."""
     for layer in net.layers:
         layer.compile(backend="eager", fullgraph=True, dynamic=False)
     with session_of(net) as session:
