@@ -11,7 +11,7 @@ from ddo.blocks import take_inventory
 from ddo.lifecycle import OffloadSession, blocks_of
 from ddo.owning import NotOwnable
 from ddo.settings import OffloadSettings
-from tests.ddo import quantized
+from tests.ddo import flux, quantized
 from tests.ddo.fake_backend import FakeBackend
 from tests.ddo.modules import IDS, assert_same, load_net, make_net, photograph, run
 from tests.ddo.test_lifecycle import Adapted
@@ -212,3 +212,20 @@ def test_an_adapter_that_comes_while_blocks_are_compiled_is_compiled_in(net, tmp
             assert torch.equal(run(net), wanted)
         assert session.report().num_replans["module changed"] == 1
         assert session.report().compiled["num_graph_breaks"] == 0
+
+
+def test_blocks_that_diffusers_compiles_stream_without_a_graph_break():
+    """Regional compilation: one graph for each kind of block, whatever their number."""
+    transformer = flux.make_transformer()
+    transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
+    expected = flux.run(transformer)
+    with session_of(transformer, budget=200_000, preset="low_memory") as session:
+        assert torch.equal(flux.run(transformer), expected)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                assert torch.equal(flux.run(transformer), expected)
+        assert session.report().compiled["num_graph_breaks"] == 0
+        blocks = {block.name for block in session.plan.blocks}
+        assert {"transformer_blocks.0", "single_transformer_blocks.1"} <= blocks
+        assert any("transformer_blocks" in name for name in streamed(session))
+    assert torch.equal(flux.run(transformer), expected)

@@ -13,7 +13,7 @@ from ddo.lifecycle import OffloadSession
 from ddo.owning import NotOwnable
 from ddo.settings import OffloadSettings
 from ddo.strays import StrayFinder
-from tests.ddo import quantized
+from tests.ddo import flux, quantized
 from tests.ddo.modules import assert_same, photograph
 from tests.ddo.test_gpu_sessions import backend as backend  # noqa: PLC0414 - the fixture
 from tests.ddo.test_quantized import parts_of
@@ -124,15 +124,15 @@ def test_adapters_are_fused_while_attached(backend):
     from tests.ddo import test_adapters as adapters
 
     def run(transformer):
-        inputs = {k: v.cuda() for k, v in adapters.inputs().items()}
+        inputs = {k: v.cuda() for k, v in flux.inputs().items()}
         with torch.no_grad():
             return transformer(**inputs, return_dict=False)[0]
 
-    fused = adapters.make_transformer()
+    fused = flux.make_transformer()
     adapters.add(fused, "first", seed=1)
     fused.fuse_lora()
     expected = run(fused.to("cuda"))
-    transformer = adapters.make_transformer()
+    transformer = flux.make_transformer()
     settings = OffloadSettings(preset="stream", device_budget=200_001, reserve=1, ring=60_000)
     with OffloadSession(transformer, settings, backend):
         run(transformer)
