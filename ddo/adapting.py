@@ -13,6 +13,7 @@ from ddo.blocks import Block
 from ddo.planning import BlockSpec, OffloadPlan, PlanError, plan, reorder
 from ddo.profile import StepProfile
 from ddo.settings import OffloadSettings
+from ddo.slack import choose_promoted
 
 BY_ORDER = "order of use"
 BY_TIMES = "measured times"
@@ -84,6 +85,15 @@ class Planner:
             return budget, self.make(budget)
         except PlanError:
             return None
+
+    def promote(self, current: OffloadPlan, nbytes: int) -> OffloadPlan | None:
+        """The plan with so many bytes more for residents; None if that shortens no step."""
+        stays = choose_promoted(current, nbytes)
+        if not stays:
+            return None
+        budget = self.budget_bytes + nbytes
+        found = reorder(current, self._specs(), self._settings, stays=stays, budget_bytes=budget)
+        return found if (found.step_s or 0.0) < (current.step_s or 0.0) else None
 
     def learn(
         self, current: OffloadPlan, profile: StepProfile, *, trust_times: bool

@@ -208,6 +208,10 @@ class NativeBackend:
         free, _ = self.native_device.memory_info()
         return min(stats.limit_bytes - stats.used_bytes, free)
 
+    def untouched_bytes(self) -> int:
+        """As `free_bytes`: blocks that torch keeps are below the limit, or not free."""
+        return self.free_bytes()
+
     def measure_link(self) -> float:
         """Bytes per second from pinned memory to the device: the best of three copies.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -28,6 +30,7 @@ from ddo.pressure import Pressure
 from ddo.profile import Recorder
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
+from ddo.slack import Slack
 from ddo.steps import Steps
 from ddo.strays import StrayFinder
 from ddo.structure import Structure, keep_replaced
@@ -36,6 +39,7 @@ from ddo.weight_files import WeightFiles
 
 ENTRY_POINTS = ("forward", "encode", "decode")
 
+_HURRY_S = 0.02  # steps that follow each other sooner leave no time to look before them
 _PROFILED_STEPS = 2  # the first shows the order, the second the times of that order
 
 
@@ -91,6 +95,9 @@ class OffloadSession:
         self._num_to_profile = 0
         self._must_stay: dict[str, str] = {}
         self._placed_before: set[int] = set()
+        self._slack: Slack | None = None  # until the first step has shown what it leaves
+        self._last_end_s = -math.inf  # of the last step, by the host's clock
+        self._look_later = self._is_stale = False
 
     # ---- life ----
 
@@ -119,6 +126,9 @@ class OffloadSession:
                 link = self.settings.link_bytes_per_s or self._backend.measure_link()
             self._planner = Planner(self.settings, self._weight_budget_bytes(), link)
             self._pressure = Pressure(self._planner.budget_bytes)
+            if self.settings.preset != "low_memory":
+                untouched = self._backend.untouched_bytes()
+                self._slack = Slack(self.settings.device_budget_bytes, untouched)
             self._placed_before = {id(p) for p in self.module.parameters() if not p.is_cpu}
             stack.callback(self._release_module)
             self._take_over()
@@ -316,9 +326,12 @@ class OffloadSession:
                 self._layers.recorder = None  # what it would see are two steps at once
                 self._metrics.fall_back("threads", "two threads ran steps at once")
                 return
-            if not self._structure.is_same():
+            is_hurried = time.perf_counter() - self._last_end_s < _HURRY_S
+            if not self._structure.is_same() or (not is_hurried and self._structure.is_rewritten()):
                 self._take_over_again()
+            self._look_later = is_hurried
             self._learn()
+            self._take_slack()
             self._grow()
             self._layers.recorder = None
             if self._num_to_profile and self._profiled is None:
@@ -334,12 +347,27 @@ class OffloadSession:
             self._num_active -= 1
             if self._num_active:
                 return
+            if is_complete and self._look_later and self._structure.is_rewritten():
+                self._structure.forget()
+                self._is_stale = True
+                is_complete = False
             if is_complete:
                 self._metrics.end_step(self._layers.copied_bytes())
                 if self._layers.recorder is not None:
                     self._layers.recorder.end()
                     self._profiled = self._layers.recorder
             self._layers.recorder = None
+            self._last_end_s = time.perf_counter()
+
+    def was_stale(self) -> bool:
+        """Whether the step that has ended computed with weights that were rewritten before it.
+
+        While steps follow each other closely, this is found out when a step ends: the device
+        is at work then. Before the step it would wait for the answer.
+        """
+        with self._lock:
+            found, self._is_stale = self._is_stale, False
+            return found
 
     def _take_over_again(self) -> None:
         """Layers, adapters or weights have changed since the last step: look at all anew."""
@@ -372,6 +400,20 @@ class OffloadSession:
             if not self._num_to_profile:
                 self._layers.watch(everything=False)
 
+    def _take_slack(self) -> None:
+        """Give weights what of the reserve the first step has left."""
+        if self._slack is None or not self._metrics.num_steps or not self.settings.replan:
+            return
+        unused = self._slack.unused_bytes(self._backend.untouched_bytes())
+        self._slack = None
+        assert self._plan is not None
+        larger = self._planner.promote(self._plan, unused)
+        if larger is not None:
+            self._planner.budget_bytes += unused
+            self._pressure = Pressure(self._planner.budget_bytes)
+            self._metrics.replanned("reserve was left")
+            self._enforce(larger)
+
     def _grow(self) -> None:
         """Take back memory that was given up, if no step has wanted it for a while."""
         budget = self._pressure.next_budget(self._planner.budget_bytes)
@@ -397,6 +439,7 @@ class OffloadSession:
         with self._lock:
             self._planner.budget_bytes = smaller[0]
             self._pressure.starved()
+            self._slack = None  # there is none
             self._metrics.num_repeated += 1
             self._metrics.replanned("out of memory")
             self._metrics.fall_back("memory", "a step ran out of device memory and was repeated")

@@ -5,7 +5,7 @@ A pure function of blocks, budgets and rates. It can be made for a machine that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -188,6 +188,8 @@ def reorder(
     settings: OffloadSettings,
     *,
     compute_s: float | None = None,
+    stays: Collection[str] = (),
+    budget_bytes: int | None = None,
     copy_overhead_s: float = 8e-6,
 ) -> OffloadPlan:
     """The old plan's residents and ring size for another order of use, or newly measured times.
@@ -197,10 +199,12 @@ def reorder(
     Args:
         specs: The same blocks in the order of use.
         compute_s: As for `plan`; None keeps the old plan's.
+        stays: Streamed blocks that are residents from now on, by name.
+        budget_bytes: For weights and ring; None keeps the old plan's.
     """
     assert old.mode == "stream"
     assert old.link_bytes_per_s is not None
-    in_ring = {block.name for block in old.blocks if block.placement == "ring"}
+    in_ring = {block.name for block in old.blocks if block.placement == "ring"} - set(stays)
     step_compute_s = compute_s if compute_s is not None else old.compute_s
     loads = _loads(specs, step_compute_s or 0.0)
     link = Link(bytes_per_s=old.link_bytes_per_s, overhead_s=copy_overhead_s)
@@ -209,7 +213,7 @@ def reorder(
     measured_s = (
         compute_s if compute_s is not None or not old.is_compute_measured else (old.compute_s)
     )
-    budget = old.weight_budget_bytes or 0
+    budget = budget_bytes or old.weight_budget_bytes or 0
     return _streamed(specs, loads, choice, link, settings, budget, measured_s)
 
 

@@ -38,6 +38,10 @@ class Boundaries(Protocol[Smaller]):
         """Put that plan into effect."""
         ...
 
+    def was_stale(self) -> bool:
+        """Whether the step that ended last has to be run again, with the weights of now."""
+        ...
+
     def stray_finder(self) -> StrayFinder | None:
         """A way to repeat a step that failed; None where weights are never out of reach."""
         ...
@@ -63,6 +67,16 @@ class Steps:
         """
         if getattr(self._state, "is_inside", False):
             return method(*args, **kwargs)
+        result = self._run_in_memory(method, args, kwargs)
+        if self._boundaries.was_stale():
+            del result
+            result = self._run_in_memory(method, args, kwargs)
+        return result
+
+    def _run_in_memory(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a step, and again with fewer weights on the device while its memory is short."""
         for retry in range(self._max_retries + 1):
             try:
                 return self._run_once(method, args, kwargs)

@@ -44,12 +44,11 @@ class Structure:
             self._pages = None
 
     def is_same(self) -> bool:
-        """Whether no layer, weight or buffer was added, removed, replaced or rewritten."""
+        """Whether no layer, weight or buffer was added, removed or replaced."""
         return (
             not self._is_forgotten
             and self._parts() == self._known
             and not any(member.tensor.data_ptr() != member.bound for member in self._members)
-            and not self._is_rewritten()
         )
 
     def _parts(self) -> tuple[list[int], int, list[int]]:
@@ -61,12 +60,13 @@ class Structure:
         code = compiled_code(self._attributes)
         return list(map(id, entries)), sum(map(len, self._buffers)), code
 
-    def _is_rewritten(self) -> bool:
+    def is_rewritten(self) -> bool:
         """Whether a mapped weight was written to while it was bound to the host.
 
         The write has given its pages to this process, and the copy to the device would still
         read the file. Whoever writes a weight writes all of it, so that one page tells. A
-        resident weight is bound to the device, where a write needs no notice.
+        resident weight is bound to the device, where a write needs no notice. Asks the kernel
+        once a weight: a few milliseconds for a large model.
         """
         if self._pages is None:
             return False

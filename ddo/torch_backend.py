@@ -182,6 +182,10 @@ class TorchBackend:
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + held
 
+    def untouched_bytes(self) -> int:
+        """Device memory that torch has not asked the driver for, nor anybody else."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
     def measure_link(self) -> float:
         """Bytes per second from pinned memory to the device: the best of three copies.
 

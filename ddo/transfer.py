@@ -105,6 +105,10 @@ class Backend(Protocol):
         """Device memory that can still be allocated."""
         ...
 
+    def untouched_bytes(self) -> int:
+        """Device memory that nobody holds: what torch keeps without using it counts as held."""
+        ...
+
     def measure_link(self) -> float:
         """Bytes per second from pinned host memory to the device. May block the host."""
         ...

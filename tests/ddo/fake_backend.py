@@ -144,6 +144,9 @@ class FakeBackend:
     def free_bytes(self):
         return (self.limit_bytes or 1 << 40) - self.allocated_bytes()
 
+    def untouched_bytes(self):
+        return self.free_bytes()
+
     def measure_link(self):
         return 50e9
 

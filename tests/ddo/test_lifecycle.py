@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import warnings
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ddo import lifecycle
 from ddo.blocks import NotOwnable, take_inventory
 from ddo.claims import SessionError
 from ddo.lifecycle import OffloadSession, SessionState, blocks_of
@@ -256,8 +258,12 @@ def test_adapters_may_come_and_go_while_attached(net):
     assert_same(before, photograph(net))
 
 
+@pytest.mark.parametrize("hurry_s", [0.0, math.inf], ids=["idle", "hurried"])
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_weight_that_is_rewritten_between_steps_is_used_as_it_is_now(tmp_path, is_mapped):
+def test_a_weight_that_is_rewritten_between_steps_is_used_as_it_is_now(
+    tmp_path, monkeypatch, is_mapped, hurry_s
+):
+    monkeypatch.setattr(lifecycle, "_HURRY_S", hurry_s)
     net = make_net(tmp_path if is_mapped else None)
     with session_of(net, preset="low_memory") as session:
         plain = run(net)
@@ -265,6 +271,8 @@ def test_a_weight_that_is_rewritten_between_steps_is_used_as_it_is_now(tmp_path,
             net.layers[4].up.weight.data += 1
         changed = run(net)
         assert not torch.equal(changed, plain)
+        assert torch.equal(run(net), changed)
+        assert session.report().num_steps == 3
         session.detach()
         assert torch.equal(run(net), changed)
 

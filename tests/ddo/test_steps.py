@@ -32,6 +32,7 @@ class Owner:
     def __init__(self, smaller=(), lender=None):
         self.events = []
         self.asked = []
+        self.stale = []
         self.smaller = list(smaller)
         self.lender = lender
 
@@ -47,6 +48,9 @@ class Owner:
 
     def make_smaller(self, smaller):
         self.events.append(smaller)
+
+    def was_stale(self):
+        return self.stale.pop(0) if self.stale else False
 
     def stray_finder(self):
         return self.lender
@@ -81,6 +85,14 @@ def test_a_step_without_memory_is_repeated_with_less_weights():
     assert Steps(owner, 3).run(method, (5,), {}) == 5
     assert owner.events == ["begin", "broken", "half", "begin", "broken", "quarter", "begin", "end"]
     assert owner.asked == [0, 1]
+
+
+def test_a_step_with_stale_weights_is_run_again_once():
+    owner = Owner()
+    owner.stale = [True, True]
+    answers = iter([1, 2, 3])
+    assert Steps(owner, 3).run(lambda: next(answers), (), {}) == 2
+    assert owner.events == ["begin", "end", "begin", "end"]
 
 
 @pytest.mark.parametrize(("smaller", "retries"), [([], 3), (["a", "b", "c"], 1)])
