@@ -190,7 +190,7 @@ def take_inventory(
         key = tuple(id(user) for user in use.users)
         if key not in groups:
             groups[key] = Block(
-                name=use.module_name or use.names[0],
+                name=use.user_name or use.names[0],
                 users=tuple(use.users),
                 members=[],
                 must_stay=use.why_must_stay(),

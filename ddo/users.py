@@ -20,7 +20,7 @@ class Use:
     """One plain tensor, and who uses it.
 
     Attributes:
-        module_name: The first module that holds it.
+        user_name: Of the first module that uses it.
         names: Of the tensor in the module; several if it is tied.
         tensors: The objects that are this tensor; see `ddo.inner.Inner`.
         weight: The parameter that it is, or is a part of.
@@ -28,7 +28,7 @@ class Use:
         num_weights: Parameters that it is a part of.
     """
 
-    module_name: str
+    user_name: str
     names: list[str]
     tensors: tuple[Tensor, ...]
     weight: nn.Parameter
@@ -48,7 +48,7 @@ class Use:
 def uses_of_weights(module: nn.Module) -> list[Use]:
     """Every plain tensor of every parameter once, in the order of definition."""
     found: dict[int, Use] = {}
-    for name, child, user in _walk(module, "", None, set()):
+    for name, child, user_name, user in _walk(module, "", None, set()):
         for own_name, weight in child._parameters.items():
             if weight is None:
                 continue
@@ -57,7 +57,7 @@ def uses_of_weights(module: nn.Module) -> list[Use]:
                 path = original_name(f"{full_name}.{inner.path}" if inner.path else full_name)
                 known = found.get(id(inner.tensors[0]))
                 if known is None:
-                    use = Use(original_name(name), [path], inner.tensors, weight, [user])
+                    use = Use(original_name(user_name), [path], inner.tensors, weight, [user])
                     found[id(inner.tensors[0])] = use
                     continue
                 known.names.append(path)
@@ -74,15 +74,15 @@ def _is_opaque(module: nn.Module) -> bool:
 
 
 def _walk(
-    module: nn.Module, name: str, opaque: nn.Module | None, seen: set[int]
-) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Modules with the module that uses their weights: themselves, or an opaque one around."""
+    module: nn.Module, name: str, opaque: tuple[str, nn.Module] | None, seen: set[int]
+) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Modules with the one that uses their weights: itself, or an opaque one around; both named."""
     if id(module) in seen:
         return
     seen.add(id(module))
     if opaque is None and _is_opaque(module):
-        opaque = module
-    yield name, module, module if opaque is None else opaque
+        opaque = (name, module)
+    yield (name, module, *(opaque or (name, module)))
     for child_name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, f"{name}.{child_name}" if name else child_name, opaque, seen)
