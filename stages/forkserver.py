@@ -46,6 +46,8 @@ DEFAULT_PRELOAD = (
     "transformers:Qwen2Tokenizer",
     "transformers:Qwen3Model",
     *worker.HANDLERS.values(),
+    "ddo.lifecycle",
+    "ddo.backend",
 )
 """`module` or `module:attribute`: libraries resolve their classes only when asked by name."""
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import importlib
 import os
 import select
@@ -175,7 +176,11 @@ def _answer(run: Run, handlers: Callable[[str], Handler], events: Events) -> byt
     except Terminated:
         raise
     except BaseException as error:
-        return failure(error, request.stage).model_dump_json().encode()
+        answer = failure(error, request.stage).model_dump_json().encode()
+    # The failed request's tensors hang on its frames, and those perhaps in a cycle: the next
+    # request, which may be the same one asked more modestly, needs their memory.
+    gc.collect()
+    return answer
 
 
 def failure(error: BaseException, stage: str) -> Failed:

@@ -163,6 +163,13 @@ def test_the_same_request_again_starts_no_process(studio: Studio) -> None:
     assert first.files != again.files  # nothing is overwritten
 
 
+def test_offload_is_no_part_of_any_key(studio: Studio) -> None:
+    first = studio.paint()
+    again = studio.paint(offload="low_memory", device_budget="64MiB", host_budget="1GiB")
+    assert not again.started
+    assert np.array_equal(first.pixels[0], again.pixels[0])
+
+
 def test_a_new_seed_denoises_and_decodes(studio: Studio) -> None:
     studio.paint()
     painted = studio.paint(seed=8)
@@ -370,6 +377,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "tpu"}, "tpu"),
     ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ({"max_sequence_length": 0}, "0"),
+    ({"device_budget": "twelve"}, "device_budget: 'twelve' is no amount of memory"),
+    ({"host_budget": 0}, "host_budget: 0 is 0 bytes"),
+    ({"offload": "fast"}, "allowed are auto, resident, stream, low_memory, group, off"),
 ]
 
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-native = pytest.importorskip("native", reason="the native extension is not built")
+pytest.importorskip("native", reason="the native extension is not built")
 
-from ddo.attaching import OpenedDevice  # noqa: E402 - after the skip
-from ddo.backend import NativeBackend  # noqa: E402
-from ddo.settings import PRESETS, OffloadSettings  # noqa: E402
-from stages import execute, offload  # noqa: E402
-from stages.contracts import OffloadChoice, StageContext, StageResult  # noqa: E402
-from stages.errors import RequestError, StageFailed  # noqa: E402
-from stages.offload import Placement  # noqa: E402
-from tests.ddo.modules import assert_same, make_net, photograph, run  # noqa: E402
-from tests.support import tiny_models  # noqa: E402
-from tests.support.chain import context, request, run_stage  # noqa: E402
+from ddo.settings import PRESETS
+from stages import execute, offload
+from stages.contracts import OffloadChoice, StageContext, StageResult
+from stages.errors import RequestError, StageFailed
+from stages.offload import Placement
+from tests.ddo.modules import assert_same, make_net, photograph, run
+from tests.support import tiny_models
+from tests.support.chain import context, request, run_stage
+from tests.support.fake_gpu import FakeDevices
 
 TEXT = {
     "prompt": "a small red fox",
@@ -31,7 +30,6 @@ TEXT = {
 }
 LOOP = {"height": 64, "width": 64, "num_inference_steps": 4, "guidance_scale": 3.0}
 BUDGETS = {"encode": 56 << 10, "denoise": 1320 << 10, "decode": 88 << 10}
-PAGE = 4 << 10  # of the fake driver: small, so that small models do not fit small budgets
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +50,9 @@ def drop_kept() -> None:
         execute._KEPT.pop().placement.detach()
 
 
-class Devices:
-    """Fake devices instead of the CPU, one for each component that is attached."""
-
-    def __init__(self) -> None:
-        self.drivers: list[Any] = []
-        self.limits: list[int] = []
-
-    def open(self, device: str, settings: OffloadSettings) -> OpenedDevice:
-        driver = native.FakeDriver(granularity=PAGE, seed=len(self.drivers), is_delayed=True)
-        limit = settings.device_budget_bytes or 1 << 26
-        self.drivers.append(driver)
-        self.limits.append(limit)
-        backend = NativeBackend(
-            driver, torch.device("cpu"), limit_bytes=limit, host_budget_bytes=1 << 26
-        )
-        return OpenedDevice(backend)
-
-    def violations(self) -> list[str]:
-        return [text for driver in self.drivers for text in driver.violations()]
-
-
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    found = Devices()
+def devices(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
+    found = FakeDevices()
     monkeypatch.setattr(offload, "open_device", found.open)
     monkeypatch.setattr(offload, "is_computed_in_place", lambda _: False)
     return found
@@ -114,7 +91,7 @@ def at(where: StageContext, stage: str) -> StageContext:
 
 @pytest.mark.parametrize("preset", ["auto", "resident", "stream", "low_memory"])
 def test_every_stage_makes_the_same_bits_and_reports_how(
-    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: Devices, preset: str
+    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: FakeDevices, preset: str
 ) -> None:
     where = with_offload(model_dir, tmp_path / preset, preset=preset)
     results, reports = chain(where)
@@ -133,7 +110,7 @@ def test_every_stage_makes_the_same_bits_and_reports_how(
 
 
 def test_a_session_lives_through_all_requests_of_a_process(
-    model_dir: Path, tmp_path: Path, devices: Devices
+    model_dir: Path, tmp_path: Path, devices: FakeDevices
 ) -> None:
     where = with_offload(model_dir, tmp_path, preset="low_memory")
     embeds = run_stage(request("encode", TEXT), at(where, "encode"))[0]
@@ -154,7 +131,7 @@ def test_a_session_lives_through_all_requests_of_a_process(
 
 
 def test_after_an_error_in_the_middle_of_a_step_the_process_serves_the_next_request(
-    model_dir: Path, tmp_path: Path, devices: Devices
+    model_dir: Path, tmp_path: Path, devices: FakeDevices
 ) -> None:
     where = with_offload(model_dir, tmp_path, preset="low_memory")
     embeds = run_stage(request("encode", TEXT), at(where, "encode"))[0]
@@ -176,7 +153,7 @@ def test_after_an_error_in_the_middle_of_a_step_the_process_serves_the_next_requ
 
 
 def test_another_choice_in_one_process_attaches_anew(
-    model_dir: Path, tmp_path: Path, devices: Devices
+    model_dir: Path, tmp_path: Path, devices: FakeDevices
 ) -> None:
     where = with_offload(model_dir, tmp_path, preset="low_memory")
     asked = request("encode", TEXT)
@@ -190,7 +167,7 @@ def test_another_choice_in_one_process_attaches_anew(
 
 
 def test_off_moves_the_models_and_attaches_nothing(
-    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: Devices
+    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: FakeDevices
 ) -> None:
     results, reports = chain(with_offload(model_dir, tmp_path / "off", preset="off"))
     assert results == plain
@@ -200,7 +177,7 @@ def test_off_moves_the_models_and_attaches_nothing(
 
 
 def test_diffusers_group_offload_makes_the_same_bits(
-    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: Devices
+    model_dir: Path, tmp_path: Path, plain: list[StageResult], devices: FakeDevices
 ) -> None:
     results, reports = chain(with_offload(model_dir, tmp_path / "group", preset="group"))
     assert results == plain
@@ -216,7 +193,7 @@ def test_on_the_cpu_nothing_is_attached_and_ddo_stays_out(model_dir: Path, tmp_p
 
 
 def test_a_budget_that_no_plan_fits_is_the_users_error_and_can_be_put_right(
-    model_dir: Path, tmp_path: Path, devices: Devices
+    model_dir: Path, tmp_path: Path, devices: FakeDevices
 ) -> None:
     asked = request("encode", TEXT)
     tight = with_offload(model_dir, tmp_path, preset="stream", device_budget=4096, reserve=4095)
@@ -228,7 +205,7 @@ def test_a_budget_that_no_plan_fits_is_the_users_error_and_can_be_put_right(
 
 
 def test_a_component_that_cannot_be_attached_fails_the_stage_by_name(
-    model_dir: Path, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, tmp_path: Path, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ddo.blocks import NotOwnable
 
@@ -247,7 +224,7 @@ class Pipe:
         self.components = {**components, "scheduler": object()}
 
 
-def test_two_models_of_one_phase_share_one_budget(tmp_path: Path, devices: Devices) -> None:
+def test_two_models_of_one_phase_share_one_budget(tmp_path: Path, devices: FakeDevices) -> None:
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         folder.mkdir()
@@ -274,13 +251,13 @@ def test_two_models_of_one_phase_share_one_budget(tmp_path: Path, devices: Devic
     assert devices.violations() == []
 
 
-def test_a_phase_without_models_has_nothing_to_place(devices: Devices) -> None:
+def test_a_phase_without_models_has_nothing_to_place(devices: FakeDevices) -> None:
     placement = Placement("cpu", OffloadChoice(link_rate=10**9))
     placement.place(Pipe(), {})
     assert placement.report()["components"] == {}
 
 
-def test_the_pipeline_answers_for_where_it_computes(devices: Devices, tmp_path: Path) -> None:
+def test_the_pipeline_answers_for_where_it_computes(devices: FakeDevices, tmp_path: Path) -> None:
     """By itself it would ask the first weight, which may be in host memory."""
 
     class Asking(Pipe):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,6 +90,36 @@ def test_each_request_gets_exactly_one_answer_in_order() -> None:
     kinds = [Done, Failed, Progress, Warn, Done, Done]
     assert [type(event) for event in events] == kinds
     assert [event.report["answer"] for event in (events[0], events[-1])] == [1, 2]
+
+
+def test_what_a_failed_request_held_is_gone_before_the_next_one() -> None:
+    """A decode without memory is asked for again in tiles: the first try's tensors must go."""
+
+    class Tensor:
+        pass
+
+    held: list[weakref.ref[Tensor]] = []
+    were_alive: list[bool] = []
+
+    def handler(*_: Any) -> tuple[StageResult, dict[str, Any]]:
+        were_alive.extend(each() is not None for each in held)
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        cycle: list[Any] = [tensor]
+        cycle.append(cycle)
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            cycle.append(error)  # whose traceback holds this frame
+            raise
+
+    gc.disable()
+    try:
+        serve(line("echo") + line("echo"), lambda stage: handler)
+    finally:
+        gc.enable()
+
+    assert were_alive == [False]
 
 
 def test_a_handler_gets_the_label_although_it_is_no_part_of_a_requests_json() -> None:
