@@ -38,6 +38,7 @@ def inputs():
     }
 
 
-def run(transformer):
+def run(transformer, dtype=torch.float32):
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs().items()}
     with torch.no_grad():
-        return transformer(**inputs(), return_dict=False)[0]
+        return transformer(**given, return_dict=False)[0]
