@@ -7,7 +7,7 @@ Weights, the ring, and what torch allocates while a request runs share one limit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class Placement:
             raise
         _tell_device(pipe, self._attached[self._main].opened.backend.device)
 
-    def memory(self) -> Any:
+    def memory(self) -> AbstractContextManager[None]:
         """A context in which torch allocates below the limit that the weights are under."""
         if not self._attached:
             return nullcontext()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 pytest.importorskip("native", reason="the native extension is not built")
@@ -67,3 +68,27 @@ def test_streamed_pictures_are_those_of_the_cpu_and_the_reports_tell_how(
         assert offload["preset"] == "low_memory" and offload["device_budget"] == 32 << 20
         found = offload["components"][MODELS[stage]]
         assert found["plan"]["mode"] == "stream" and found["ring"]["num_copies"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("preset", ["auto", "stream", "low_memory", "group"])
+def test_on_a_gpu_a_run_with_a_small_budget_paints_the_same(
+    home: Path, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.launch import shared_launcher
+
+    said = {"device": "cuda", "height": 128, "width": 128, "guidance_scale": 3.0}
+    shared_launcher.cache_clear()
+    try:
+        expected = paint(tmp_path / "off", offload="off", **said)
+        before = set((home / "reports").rglob("*.json"))
+        monkeypatch.setenv("DDO_RESERVE", "380MiB")  # 4 MiB for weights
+        small = paint(tmp_path / preset, offload=preset, device_budget="384MiB", fresh=True, **said)
+    finally:
+        shared_launcher("forkserver").close()
+        shared_launcher.cache_clear()
+    assert all(np.array_equal(a, b) for a, b in zip(expected, small, strict=True))
+    for path in set((home / "reports").rglob("*-denoise.json")) - before:
+        found = json.loads(path.read_text())["offload"]["components"]["transformer"]
+        assert found["plan"]["mode"] == ("group" if preset == "group" else "stream")

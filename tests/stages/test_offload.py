@@ -130,6 +130,22 @@ def test_a_session_lives_through_all_requests_of_a_process(
     assert devices.violations() == []
 
 
+def test_tiles_stream_as_well(model_dir: Path, tmp_path: Path, devices: FakeDevices) -> None:
+    """Every tile goes through the decoder once more, within one step of the session."""
+    large = {**LOOP, "height": 160, "width": 128, "guidance_scale": 1.0}
+    mapped = context(model_dir, tmp_path / "plain")
+    off = mapped.model_copy(update={"offload": OffloadChoice(preset="off")})
+    embeds = run_stage(request("encode", TEXT), off)[0]
+    latents = run_stage(request("denoise", large, embeds, seed=1), off)[0]
+    tiled = request("decode", {"tiling": True}, latents)
+    expected = run_stage(tiled, off)[0]
+    where = with_offload(model_dir, tmp_path / "plain", preset="low_memory")
+    result, report, _ = run_stage(tiled, at(where, "decode"))
+    assert result == expected
+    assert report["offload"]["components"]["vae"]["ring"]["num_copies"] > 0
+    assert devices.violations() == []
+
+
 def test_after_an_error_in_the_middle_of_a_step_the_process_serves_the_next_request(
     model_dir: Path, tmp_path: Path, devices: FakeDevices
 ) -> None:
