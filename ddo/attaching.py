@@ -12,7 +12,7 @@ from torch import nn
 
 from ddo.host_memory import read_host_memory
 from ddo.lifecycle import ENTRY_POINTS, OffloadSession
-from ddo.owning import NotOwnable, find_obstacle
+from ddo.owning import NotOwnable, find_obstacle, why_not_grouped
 from ddo.phases import Phases
 from ddo.routes import GroupSession, OffSession, RouteSession, Session, WholeSession
 from ddo.settings import OffloadSettings
@@ -117,6 +117,8 @@ def _other_route(
     obstacle = find_obstacle(module)
     if obstacle is None:
         if settings.preset == "group":
+            if reason := why_not_grouped(module):
+                raise NotOwnable(f"{reason}; take preset stream or low_memory")
             return GroupSession(module, device, "preset group")
         return None
     if settings.preset == "resident" and obstacle.may_be_resident:

@@ -104,6 +104,16 @@ def _find_obstacle_in_bitsandbytes(weight: Tensor) -> Obstacle | None:
     return None
 
 
+def is_left_behind_by_groups(weight: Tensor) -> bool:
+    """Whether diffusers' group offload moves a weight without the tensors that belong to it.
+
+    It exchanges `data`, and the tensors inside of torchao's classes.
+    """
+    if is_wrapper(weight):
+        return _library(weight) != "torchao"
+    return _library(weight) == "bitsandbytes"
+
+
 def class_name(tensor: object) -> str:
     """Library and class, such as `torchao.Int8Tensor`."""
     return f"{_library(tensor)}.{type(tensor).__name__}"

@@ -8,7 +8,13 @@ from torch import nn
 
 from ddo.compiled import is_region
 from ddo.errors import DdoError
-from ddo.inner import Obstacle, class_name, find_obstacle_in, is_plain
+from ddo.inner import (
+    Obstacle,
+    class_name,
+    find_obstacle_in,
+    is_left_behind_by_groups,
+    is_plain,
+)
 
 
 class NotOwnable(DdoError, TypeError):
@@ -40,6 +46,18 @@ def find_obstacle(module: nn.Module) -> Obstacle | None:
             if buffer is not None and not is_plain(buffer):
                 reason = f"{buffer_name} of {where} is a {class_name(buffer)}, more than its bytes"
                 return Obstacle(reason, may_be_grouped=True)
+    return None
+
+
+def why_not_grouped(module: nn.Module) -> str | None:
+    """Why diffusers' group offload would break a module that can be taken over."""
+    for name, child in module.named_modules():
+        for weight_name, weight in child._parameters.items():
+            if weight is not None and is_left_behind_by_groups(weight):
+                return (
+                    f"{weight_name} of {name or 'the module'} ({type(child).__name__}) is a "
+                    f"{class_name(weight)}, which diffusers' group offload moves in part only"
+                )
     return None
 
 

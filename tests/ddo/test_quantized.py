@@ -229,3 +229,24 @@ def test_a_quantized_module_streams_through_the_native_allocator(kind, is_delaye
         assert session.plan.mode == "stream"
     assert driver.violations() == []
     assert parts_of(tower) == before
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "gguf Q8_0"])
+def test_group_may_be_asked_for_where_diffusers_moves_all_of_a_weight(kind):
+    tower, x = make_tower(kind), make_input()
+    expected, before = run(tower, x), parts_of(tower)
+    with attach(tower, OffloadSettings(preset="group"), backend=FakeBackend()) as session:
+        assert session.plan.mode == "group"
+        assert torch.equal(run(tower, x), expected)
+    assert parts_of(tower) == before
+    assert torch.equal(run(tower, x), expected)
+
+
+@pytest.mark.parametrize("kind", ["quanto int8", "bitsandbytes nf4", "bitsandbytes int8"])
+def test_group_is_refused_where_diffusers_would_leave_a_part_of_a_weight_behind(kind):
+    tower, x = make_tower(kind), make_input()
+    expected = run(tower, x)
+    reason = r"layers\.0\.up \(\w+\) is a [\w.]+, .* moves in part only; take preset stream"
+    with pytest.raises(NotOwnable, match=reason):
+        attach(tower, OffloadSettings(preset="group"), backend=FakeBackend())
+    assert torch.equal(run(tower, x), expected)
