@@ -17,8 +17,10 @@ from torch import Tensor
 from ddo.blocks import Block
 from ddo.errors import DdoError
 from ddo.metrics import Metrics
+from ddo.pin_counters import PinCounters
 from ddo.planning import OffloadPlan
 from ddo.profile import Recorder
+from ddo.sizes import show_nbytes
 from ddo.transfer import Backend, Fence, HostCopy, Ring, RingBlock, RingCounters
 
 # Residents share allocations of about this size: torch rounds each of its own up by as much as
@@ -154,6 +156,16 @@ class Streamer:
         else:
             self._backend.pin(first)
             self._backend.pin(then)
+        if pins is not None:
+            self._tell_slow_tiers(pins.counters)
+
+    def _tell_slow_tiers(self, counters: PinCounters) -> None:
+        slow = counters.staged_bytes + counters.pageable_bytes
+        if slow:
+            way = "a pinned ring" if counters.staged_bytes else "pageable memory"
+            self._metrics.fall_back(
+                "host_budget", f"{show_nbytes(slow)} of weights are not pinned and go through {way}"
+            )
 
     def _make_ring(self, nbytes: int, places: dict[int, int], order: Sequence[int]) -> None:
         if not places:

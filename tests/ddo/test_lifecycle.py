@@ -566,12 +566,17 @@ def test_a_session_that_is_dropped_unpins_its_pages(tmp_path):
 class Programs(RuleBasedStateMachine):
     """Attach, run, break, adapt and detach in any order: results and module stay what they were."""
 
+    width = 16
+
     def __init__(self):
         super().__init__()
-        self.net = make_net(seed=3, depth=3)
+        self.net = make_net(seed=3, depth=3, width=self.width)
         self.expected = run(self.net)
         self.before = photograph(self.net)
         self.session = None
+
+    def make_backend(self, seed):
+        return FakeBackend(seed, needs_pins=True)
 
     @precondition(lambda self: self.session is None)
     @rule(
@@ -580,8 +585,9 @@ class Programs(RuleBasedStateMachine):
         preset=st.sampled_from(["auto", "stream", "low_memory"]),
     )
     def attach(self, seed, budget, preset):
-        backend = FakeBackend(seed, needs_pins=True)
-        self.session = session_of(self.net, backend, budget=budget, preset=preset)
+        backend = self.make_backend(seed)
+        scaled = budget * (self.width // 16) ** 2
+        self.session = session_of(self.net, backend, budget=scaled, preset=preset)
         try:
             self.session.attach()
         except PlanError:
@@ -611,7 +617,7 @@ class Programs(RuleBasedStateMachine):
     @rule(layer=st.integers(0, 2))
     def call_one_layer_alone(self, layer):
         with torch.no_grad():
-            self.net.layers[layer](torch.zeros(1, 16))
+            self.net.layers[layer](torch.zeros(1, self.width))
 
     @precondition(lambda self: self.session is not None)
     @rule()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 
 from ddo.host_pins import PAGE, HostPins, spread
 from ddo.host_sources import map_shared
@@ -16,7 +21,7 @@ from ddo.staging import InFlight, staging_size
 from ddo.weight_files import FileIdentity, SourceError
 from tests.ddo.modules import assert_same, load_net, make_net, photograph, run
 from tests.ddo.staged_backend import FakeRegistrar, StagedBackend
-from tests.ddo.test_lifecycle import session_of
+from tests.ddo.test_lifecycle import Programs, session_of
 
 WIDTH = 40
 BUDGET = 120_000  # of the device, for weights of 250 kB
@@ -172,6 +177,81 @@ def expected_layers(net, session, order, x):
     twin.load_state_dict({name: t.clone() for name, t in net.state_dict().items()})
     with torch.no_grad():
         return [twin.layers[k](x) for k in order]
+
+
+def test_a_signal_while_a_disk_hangs_gets_through(net):
+    """And what was being read arrives before the module is given back."""
+    expected, before = run(net), photograph(net)
+    backend, session = staged(net)
+    is_hanging, disk = threading.Event(), threading.Event()
+
+    def hang():
+        is_hanging.set()
+        assert disk.wait(30)
+
+    def interrupt_when_somebody_waits():
+        assert is_hanging.wait(30)
+        waits = backend.pins.counters.num_staging_waits
+        while backend.pins.counters.num_staging_waits == waits:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    with session, backend.reading():
+        run(net)
+        disk.set()
+        backend.gate = hang
+        run(net)  # what was read ahead is used up
+        is_hanging.clear()
+        disk.clear()
+        other = threading.Thread(target=interrupt_when_somebody_waits)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                run(net)
+        disk.set()
+        other.join()
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+    assert_same(before, photograph(net))
+
+
+class StagedPrograms(Programs):
+    """The same programs, with a host budget that holds a part, and interrupts while waiting."""
+
+    width = 48
+    backend = None
+
+    def make_backend(self, seed):
+        self.backend = StagedBackend(
+            seed, host_budget=32 * KIB + seed * 512, registers_files=seed % 2 == 0
+        )
+        return self.backend
+
+    @precondition(lambda self: self.session is not None)
+    @rule(nth=st.integers(0, 12))
+    def interrupt_a_wait(self, nth):
+        settle, calls = self.backend.in_flight.settle, []
+
+        def interrupted(fence):
+            calls.append(fence)
+            if len(calls) == nth + 1:
+                raise KeyboardInterrupt
+            settle(fence)
+
+        self.backend.in_flight.settle = interrupted
+        try:
+            with suppress(KeyboardInterrupt):
+                run(self.net)
+        finally:
+            self.backend.in_flight.settle = settle
+
+    def teardown(self):
+        super().teardown()
+        assert not [t for t in threading.enumerate() if t.name.startswith("ddo-reader")]
+
+
+StagedPrograms.TestCase.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestStagedPrograms = StagedPrograms.TestCase
 
 
 # ---- the parts ----
