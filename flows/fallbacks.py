@@ -7,10 +7,11 @@ request itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stages.contracts import StageContext, StageRequest
+from stages.contracts import StageContext, StageRequest, StageResult
+from stages.errors import RequestError, StageOutOfMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,3 +39,64 @@ def ways_with_less_memory(request: StageRequest, context: StageContext) -> Itera
     if context.device != "cpu":
         on_cpu = context.model_copy(update={"device": "cpu"})
         yield Way(how="on the CPU", request=request, context=on_cpu)
+
+
+class Shortage:
+    """A phase's shortage of memory: what ran out, and what is done about it.
+
+    Args:
+        run: Runs a request, or finds its result.
+        warn: Tells the user.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[StageRequest, StageContext], StageResult],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._run, self._warn = run, warn
+        self._least_bytes: int | None = None
+        self._error = StageOutOfMemory("")
+
+    def is_expected(self, request: StageRequest) -> bool:
+        """Whether a request with inputs no larger than this one's ran out of memory before."""
+        return self._least_bytes is not None and _inputs_bytes(request) >= self._least_bytes
+
+    def run_with_less(
+        self,
+        request: StageRequest,
+        context: StageContext,
+        error: StageOutOfMemory | None = None,
+    ) -> StageResult:
+        """Do a request in a way that needs less memory.
+
+        Args:
+            error: How it ran out of memory; None if it was not tried, but is expected to.
+
+        Raises:
+            StageError: The last way's.
+        """
+        last: StageOutOfMemory | RequestError = error or self._error
+        if error is not None:
+            nbytes = _inputs_bytes(request)
+            self._least_bytes = min(nbytes, self._least_bytes or nbytes)
+            self._error = error
+        tried: list[str] = []
+        for way in ways_with_less_memory(request, context):
+            if error is not None:  # once for each size is enough: a table may have many rows
+                self._warn(f"{last}; {request.stage} is tried again {way.how}")
+            tried.append(f"{request.stage} on {context.device} failed: {last}; tried {way.how}")
+            told = way.context.model_copy(update={"fallbacks": tuple(tried)})
+            try:
+                return self._run(way.request, told)
+            except StageOutOfMemory as next_error:
+                last = next_error
+            except RequestError as next_error:
+                if not way.may_be_refused:
+                    raise
+                last = next_error
+        raise last
+
+
+def _inputs_bytes(request: StageRequest) -> int:
+    return sum(ref.size for ref in request.inputs.values())

@@ -16,14 +16,14 @@ from typing import Any
 
 from flows.cache import open_store
 from flows.display import Display, current_display
-from flows.fallbacks import ways_with_less_memory
+from flows.fallbacks import Shortage
 from flows.launch import shared_launcher
 from flows.progress import report_progress
 from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
 from stages.contracts import OffloadChoice, StageContext, StageName, StageRequest, StageResult
-from stages.errors import RequestError, StageError, StageOutOfMemory
+from stages.errors import RequestError, StageOutOfMemory
 from stages.manifest import Manifest
 from stages.models import ModelDirectory
 from stages.protocol import Done, Failed, Progress, Ready, Warn
@@ -48,6 +48,9 @@ class Phase:
         self._task = stage_task(stage)
         if run.fresh:
             self._task = self._task.with_options(refresh_cache=True)
+        self._shortage = Shortage(
+            lambda request, context: self._task(request, self, context), run.display.warn
+        )
 
     def __call__(
         self,
@@ -70,10 +73,7 @@ class Phase:
         request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
         self._label, self._ran = label, False
         start = time.perf_counter()
-        try:
-            result = self._task(request, self, self._run.context)
-        except StageOutOfMemory as error:
-            result = self._with_less_memory(request, error)
+        result = self._result(request)
         elapsed_s = time.perf_counter() - start
         self._run.display.request_ends(
             self._stage, label, cached=not self._ran, elapsed_s=elapsed_s
@@ -91,23 +91,18 @@ class Phase:
         self._run.keep_report(request, report)
         return result, report
 
-    def _with_less_memory(self, request: StageRequest, error: StageError) -> StageResult:
-        """Do a request that ran out of memory in another way; raises the last way's error."""
-        tried: list[str] = []
-        device = self._run.context.device
-        for way in ways_with_less_memory(request, self._run.context):
-            self._run.display.warn(f"{error}; {request.stage} is tried again {way.how}")
-            tried.append(f"{request.stage} on {device} failed: {error}; tried {way.how}")
-            context = way.context.model_copy(update={"fallbacks": tuple(tried)})
-            try:
-                return self._task(way.request, self, context)
-            except StageOutOfMemory as next_error:
-                error = next_error
-            except RequestError as next_error:
-                if not way.may_be_refused:
-                    raise
-                error = next_error
-        raise error
+    def _result(self, request: StageRequest) -> StageResult:
+        """Run a request; one that is too large for the device in a way that needs less memory."""
+        context = self._run.context
+        if self._shortage.is_expected(request) and not self._is_known(request):
+            return self._shortage.run_with_less(request, context)
+        try:
+            return self._task(request, self, context)
+        except StageOutOfMemory as error:
+            return self._shortage.run_with_less(request, context, error)
+
+    def _is_known(self, request: StageRequest) -> bool:
+        return not self._run.fresh and self._run.store.lookup(request) is not None
 
     def retire(self) -> None:
         """End the phase's process, if it ever started."""

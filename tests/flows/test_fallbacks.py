@@ -12,7 +12,8 @@ import pytest
 from flows.display import Display
 from flows.fallbacks import ways_with_less_memory
 from flows.run import Phase, Run
-from stages.contracts import StageContext, StageName, StageRequest, StageResult
+from stages.artifacts import ArtifactStore
+from stages.contracts import ArtifactRef, StageContext, StageName, StageRequest, StageResult
 from stages.errors import RequestError, StageFailed, StageOutOfMemory
 from stages.models import MINIATURE, open_model
 
@@ -94,6 +95,47 @@ def test_the_cpu_comes_last_and_decodes_whole(phase_of: Any, told: Told) -> None
     ]
     assert [text.rpartition(" again ")[2] for text in told.warnings] == ["in tiles", "on the CPU"]
     assert len(seen[2][2]) == 2
+
+
+def latents_of(nbytes: int) -> StageResult:
+    ref = ArtifactRef(digest=f"{nbytes:064x}", size=nbytes)
+    return StageResult(stage="denoise", artifacts={"latents": ref})
+
+
+def test_what_is_no_smaller_is_not_tried_whole_again_in_this_phase(
+    phase_of: Any, told: Told
+) -> None:
+    seen: list[Any] = []
+    phase = phase_of("decode", fails_unless(lambda r, _: "tiling" in r.options, seen))
+    for nbytes in (5000, 5000, 7000, 4000, 4500):
+        phase(latents_of(nbytes))
+    tiled = [tiled for tiled, _, _ in seen]
+    assert tiled == [False, True, True, True, False, True, True]
+    assert len(told.warnings) == 2, "one for each size that was tried"
+    assert all(len(fallbacks) == 1 for is_tiled, _, fallbacks in seen if is_tiled)
+
+
+def test_a_whole_picture_that_is_there_is_found_before_tiles_are_made(
+    phase_of: Any, home: Path
+) -> None:
+    seen: list[Any] = []
+    phase = phase_of("decode", fails_unless(lambda r, _: "tiling" in r.options, seen))
+    phase(latents_of(5000))
+    seen.clear()
+    store = ArtifactStore(home / "store")
+    latents = store.put(b"latents" * 1000)
+    known = StageResult(stage="denoise", artifacts={"latents": latents})
+    request = phase._run.request("decode", (known,), seed=None, label="", options={})
+    store.record(request, StageResult(stage="decode", artifacts={"image-0": store.put(b"png")}))
+    with pytest.raises(AssertionError, match="found"):
+        phase._task = finds  # type: ignore[assignment]
+        phase(known)
+    assert seen == []
+
+
+def finds(request: StageRequest, *_: object) -> StageResult:
+    assert request.options.get("tiling"), "found"
+    raise LookupError
 
 
 def test_a_vae_without_tiles_goes_to_the_cpu_at_once(phase_of: Any) -> None:
