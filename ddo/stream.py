@@ -7,8 +7,9 @@ gets the right values on the CPU, and an error about devices on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import RLock
 
 import torch
@@ -201,13 +202,12 @@ class Streamer:
         memory = self._backend.allocate(sum(block.nbytes for block in blocks))
         free, ready = self._backend.fence(), self._backend.fence()
         self._backend.record(free)  # the allocator may hand out what is still being read
-        copies: list[HostCopy] = []
-        begins: list[int] = []
-        begin = 0
-        for block in blocks:
-            begins.append(begin)
-            copies += [HostCopy(c.memory, begin + c.target_offset) for c in block.copies]
-            begin += block.nbytes
+        begins = _begins(block.nbytes for block in blocks)
+        copies = [
+            HostCopy(copy.memory, begin + copy.target_offset)
+            for block, begin in zip(blocks, begins, strict=True)
+            for copy in block.copies
+        ]
         self._backend.submit(self._backend.prepare(copies, memory), [free], ready)
         self._chunks.append(_Chunk(tuple(numbers), memory, ready))
         self._metrics.uploaded_bytes += sum(copy.memory.numel() for copy in copies)
@@ -230,7 +230,10 @@ class Streamer:
         self._ring = self._ring_memory = None
 
     def _keep_chunks(self, resident: set[int]) -> None:
-        """Give up chunks that hold a block which is not to stay, after the work on them."""
+        """Give up chunks that hold a block which is not to stay, after the work on them.
+
+        What stays out of such a chunk moves on the device, if that has the room.
+        """
         dropped = [chunk for chunk in self._chunks if not resident.issuperset(chunk.blocks)]
         if dropped:
             used = self._backend.fence()
@@ -238,9 +241,42 @@ class Streamer:
             self._backend.synchronize(used)
         for chunk in dropped:
             self._backend.synchronize(chunk.ready)
-            for number in chunk.blocks:
-                self._blocks[number].unbind()
             self._chunks.remove(chunk)
+            moved = self._move(chunk, resident)
+            for number in chunk.blocks:
+                if moved is None or number not in moved.blocks:
+                    self._blocks[number].unbind()
+
+    def _move(self, chunk: _Chunk, resident: set[int]) -> _Chunk | None:
+        """Copy the blocks that stay into a chunk of their own; None if that cannot be."""
+        stays = [number for number in chunk.blocks if number in resident]
+        if not stays:
+            return None
+        try:
+            with torch.inference_mode(False):
+                memory = self._backend.allocate(sum(self._blocks[n].nbytes for n in stays))
+        except torch.OutOfMemoryError:
+            return None  # they come from the host again
+        begins = dict(
+            zip(chunk.blocks, _begins(self._blocks[n].nbytes for n in chunk.blocks), strict=True)
+        )
+        parts = list(zip(stays, _begins(self._blocks[n].nbytes for n in stays), strict=True))
+        for number, begin in parts:
+            nbytes, old = self._blocks[number].nbytes, begins[number]
+            memory[begin : begin + nbytes].copy_(chunk.memory[old : old + nbytes])
+        moved = _Chunk(tuple(stays), memory, self._backend.fence())
+        self._backend.record(moved.ready)
+        self._backend.synchronize(moved.ready)
+        for number, begin in parts:
+            block = self._blocks[number]
+            block.bind(block.views(memory[begin : begin + block.nbytes]))
+        self._chunks.append(moved)
+        return moved
+
+
+def _begins(sizes: Iterable[int]) -> list[int]:
+    """Where each of several stretches begins that lie side by side."""
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _groups(sized: Sequence[tuple[int, int]]) -> list[list[int]]:
