@@ -98,6 +98,8 @@ def _gpu_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         capability = ".".join(map(str, gpu["compute_capability"]))
         total, free = _size(gpu["total_bytes"]), _size(gpu["free_bytes"])
         yield "gpu", f"{gpu['name']}, compute capability {capability}, {free} of {total} free"
+    if (driver := found["driver"]) is not None:
+        yield "driver", driver
     if (torch := found["torch"]) is not None:
         yield "torch", f"{torch['version']}, CUDA {torch['cuda'] or 'none'}"
     if (native := found["native"]) is not None:

@@ -59,7 +59,7 @@ def examine(settings: RunSettings, folder: Path | None = None) -> dict[str, Any]
 
 def run_probe(device: str) -> dict[str, Any]:
     """What `stages.machine_probe` says, in a process that a driver's crash takes along alone."""
-    nothing = {"memory": None, "native": None, "torch": None, "gpu": None, "rates": None}
+    nothing = dict.fromkeys(("memory", "driver", "native", "torch", "gpu", "rates"))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "stages.machine_probe", device],

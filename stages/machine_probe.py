@@ -2,16 +2,18 @@
 
 usage: python -m stages.machine_probe DEVICE
 
-Prints one JSON document: `memory`, `torch`, `gpu`, `native`, `rates`, and `problems`: sentences
-about what is there and does not work.
+Prints one JSON document: `memory`, `driver`, `torch`, `gpu`, `native`, `rates`, and `problems`:
+sentences about what is there and does not work.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +30,7 @@ def probe(device: str) -> dict[str, Any]:
     facts = native_facts(int(ordinal or 0))
     found: dict[str, Any] = {
         "memory": asdict(read_host_memory()),
+        "driver": driver_version(),
         "native": {"is_available": facts.is_available, "reason": facts.reason},
         "torch": None,
         "gpu": None,
@@ -55,6 +58,15 @@ def probe(device: str) -> dict[str, Any]:
     except Exception as error:  # whatever a driver raises: the report goes on without rates
         found["problems"].append(f"{device} cannot be measured: {type(error).__name__}: {error}")
     return found
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of the NVIDIA kernel module; None where none is loaded."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)*\b", path.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
 
 
 def _why_no_cuda(torch: Any, native_reason: str) -> str:

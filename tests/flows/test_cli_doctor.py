@@ -18,6 +18,7 @@ from flows.settings import Home
 
 GPU_PROBE = {
     "memory": {"available_bytes": 8 << 30, "limited_by": "MemAvailable"},
+    "driver": "580.159.03",
     "native": {"is_available": True, "reason": ""},
     "torch": {"version": "2.13.0", "cuda": "13.0"},
     "gpu": {
@@ -77,6 +78,7 @@ def test_what_a_gpu_can_do_is_shown_and_kept_for_plans(
     code, out, _ = consult(capsys)
     assert code == 0
     assert "Some GPU, compute capability 9.0, 10.0 GiB of 12.0 GiB free" in out
+    assert "580.159.03" in out
     assert "available; the device can read weight files by itself" in out
     assert "55.00 GB/s from pinned memory, 8.50 GB/s from pageable memory" in out
     assert "600.0 TFLOP/s" in out

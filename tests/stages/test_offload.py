@@ -14,9 +14,14 @@ pytest.importorskip("native", reason="the native extension is not built")
 
 from ddo.settings import PRESETS
 from stages import execute, offload
+from stages.components import bind
 from stages.contracts import OffloadChoice, StageContext, StageResult
 from stages.errors import RequestError, StageFailed
+from stages.families import family_named
+from stages.forecasts import forecast_model
+from stages.models import MINIATURE, open_model
 from stages.offload import Placement
+from stages.phases import split
 from tests.ddo.modules import assert_same, make_net, photograph, run
 from tests.support import tiny_models
 from tests.support.chain import context, request, run_stage
@@ -299,14 +304,42 @@ def test_offload_is_no_part_of_a_requests_key(model_dir: Path, tmp_path: Path) -
     assert "offload" not in request("denoise", LOOP).model_dump()
 
 
+@pytest.mark.parametrize("preset", ["auto", "stream", "low_memory"])
+@pytest.mark.parametrize("budget_mib", [3, 6])
+def test_a_forecast_from_headers_is_the_plan_of_the_session(
+    devices: FakeDevices, preset: str, budget_mib: int
+) -> None:
+    """Headers do not tell which layers are used by others, so ring sizes may differ a little."""
+    choice = OffloadChoice(
+        preset=preset,  # type: ignore[arg-type]
+        device_budget=budget_mib << 20,
+        reserve=1 << 20,
+        link_rate=10**9,
+    )
+    forecasts = {c.component: c for c in forecast_model(MINIATURE, choice=choice).components}
+    for phase, name in (("encode", "text_encoder"), ("denoise", "transformer"), ("decode", "vae")):
+        pipe = bind(
+            split(family_named("z-image"), "text-to-image"),
+            phase,
+            MINIATURE,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        placement = Placement("cpu", choice)
+        placement.place(pipe, open_model(MINIATURE).components)
+        planned = placement.report()["components"][name]["plan"]
+        placement.detach()
+        assert forecasts[name].mode == planned["mode"]
+        expected = pytest.approx(planned["device_bytes"], rel=0.1)
+        assert forecasts[name].weights_on_device_bytes == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("preset", ["stream", "low_memory"])
 def test_on_a_gpu_a_small_budget_makes_the_bits_of_a_model_that_is_all_there(
     tmp_path: Path, preset: str
 ) -> None:
-    from stages.models import MINIATURE
-
     def on_gpu(root: Path, **choice: Any) -> StageContext:
         said = OffloadChoice(**choice)
         return context(MINIATURE, root, device="cuda").model_copy(update={"offload": said})
