@@ -9,6 +9,9 @@ import torch
 
 from stages.errors import BorderError
 
+FAINT_CONTRAST = 0.02
+"""Share of the full range below which all of a picture looks the same on most screens."""
+
 
 def check_border(stage: str, values: Mapping[str, Any], *, where: str = "") -> None:
     """Refuse tensors that cannot be the result of a healthy stage.
@@ -42,6 +45,26 @@ def check_border(stage: str, values: Mapping[str, Any], *, where: str = "") -> N
                 f"{place} is constant: all {tensor.numel()} values are {low:g}; "
                 "the model or its input is broken"
             )
+
+
+def faint_sentence(name: str, pixels_CHW: torch.Tensor) -> str | None:  # noqa: N803 - its shape
+    """A warning about a picture of hardly more than one colour; None when there is more to see.
+
+    Such a picture may be what the prompt asks for, so it is no error.
+
+    Args:
+        name: Of the picture.
+        pixels_CHW: Values in [0, 1], shape `(C, H, W)`, any float dtype. Synchronises.
+    """
+    low, high = pixels_CHW.float().flatten(1).aminmax(dim=1)
+    contrast = float((high - low).max())
+    if contrast >= FAINT_CONTRAST:
+        return None
+    colour = ", ".join(f"{value * 255:.0f}" for value in ((low + high) / 2).tolist())
+    return (
+        f"{name} is nearly one colour ({colour} of 255), its contrast is {100 * contrast:.2g} %; "
+        "if the prompt asks for more, try dtype float32, another seed or other weights"
+    )
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:

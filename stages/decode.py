@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from stages.borders import faint_sentence
 from stages.contracts import StageContext, StageRequest, StageResult, canonical_json
 from stages.errors import RequestError
 from stages.execute import Events, finish, loaded_pipe, open_job, run_job
@@ -32,14 +33,14 @@ def run(
 
     Raises:
         RequestError: `tiling` is asked of a VAE that has none.
-        BorderError: The latents belong to another VAE, or the pixels are NaN or constant; no
-            picture is written.
+        BorderError: The latents belong to another VAE or have another form, or the pixels are
+            NaN or constant; no picture is written.
     """
     job = open_job(request, context, events)
     is_tiled = bool(job.options.pop(TILING, False))
     pipe = loaded_pipe(job)
     for facts in job.facts.values():
-        check_latents(pipe, facts)
+        check_latents(pipe, facts, job.handed.values)
     job.options["output_type"] = "pt"
     events.progress("running")
     tiles: dict[str, Any] = {}
@@ -47,6 +48,10 @@ def run(
         if is_tiled:
             tiles = stack.enter_context(in_tiles(pipe.vae))
         made = run_job(job, pipe)
+    for index, pixels_CHW in enumerate(made.values[job.family.output]):  # noqa: N806 - its shape
+        if sentence := faint_sentence(f"image-{index}", pixels_CHW):
+            job.tracker.warnings.append(sentence)
+            events.warn(sentence)
     events.progress("writing")
     with job.tracker.host_phase("write"):
         pictures = [encode_png(pixels_CHW) for pixels_CHW in made.values[job.family.output]]

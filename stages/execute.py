@@ -80,6 +80,7 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
 
     Raises:
         ArtifactMissing: An upstream artifact is gone or damaged.
+        BorderError: One of its tensors cannot be right.
     """
     if context.num_threads is not None:
         torch.set_num_threads(context.num_threads)
@@ -99,6 +100,8 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
         if opened.handover.generator_state is not None:
             handed.generator_state = opened.handover.generator_state
         facts[role] = opened.facts
+        held = {**opened.handover.values, **opened.handover.groups}
+        check_border(request.stage, {f"input {name}": value for name, value in held.items()})
     return Job(
         request=request,
         context=context,

@@ -37,19 +37,32 @@ def describe_latents(pipe: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"tensors": described, "vae": vae_numbers(pipe)}
 
 
-def check_latents(pipe: Any, facts: Mapping[str, Any]) -> None:
-    """Refuse latents that were made for a VAE with other numbers.
+def check_latents(pipe: Any, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse latents that are not what their description says, or that another VAE must decode.
+
+    Args:
+        pipe: The pipeline that will decode.
+        facts: The artifact's account of itself.
+        values: The tensors that the artifact holds.
 
     Raises:
-        BorderError: A scaling number differs; both values are named.
+        BorderError: A scaling number or a part of the form differs; both values are named.
     """
-    expected, found = vae_numbers(pipe), facts.get("latents", {}).get("vae", {})
-    for name in sorted(set(expected) | set(found)):
-        if expected.get(name) != found.get(name):
+    expected, found = describe_latents(pipe, values), facts.get("latents", {})
+    for name in sorted(set(expected["vae"]) | set(numbers := found.get("vae", {}))):
+        if expected["vae"].get(name) != numbers.get(name):
             raise BorderError(
-                f"decode: these latents were made for a VAE with {name} {found.get(name)!r}, "
-                f"but this VAE has {expected.get(name)!r}; decode them with their own model"
+                f"decode: these latents were made for a VAE with {name} {numbers.get(name)!r}, "
+                f"but this VAE has {expected['vae'].get(name)!r}; decode them with their own model"
             )
+    for tensor, form in expected["tensors"].items():
+        told = found.get("tensors", {}).get(tensor, {})
+        for name, value in form.items():
+            if told.get(name) != value:
+                raise BorderError(
+                    f"decode: the artifact describes its {tensor} with {name} {told.get(name)!r}, "
+                    f"decode takes them with {value!r}; denoise them again with --fresh"
+                )
 
 
 def vae_numbers(pipe: Any) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,15 @@ from stages.contracts import StageContext, StageResult
 from stages.errors import BorderError, ModelError, RequestError
 from stages.families import family_named
 from stages.handover import pack, unpack
+from stages.latents import describe_latents
 from stages.manifest import Manifest
+from stages.miniature.draw import draw
+from stages.miniature.grammar import Placed, Placement
+from stages.models import MINIATURE
+from stages.phases import Handover
+from stages.worker import handler_for
 from tests.support import tiny_models
-from tests.support.chain import context, request, run_stage
+from tests.support.chain import Heard, context, request, run_stage
 from tests.support.whole_run import run_whole
 
 TEXT = {"prompt": "a small red fox", "max_sequence_length": 64}
@@ -151,24 +159,112 @@ def test_a_long_prompt_is_cut_and_the_report_says_what_was_lost(where: StageCont
     assert held.facts["tokens"] == report["tokens"]
 
 
-def test_a_long_prompt_can_be_an_error_before_the_encoder_loads(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    strict = context(model_dir, tmp_path, on_truncate="error")
+def test_a_long_prompt_can_be_an_error_before_the_encoder_loads(tmp_path: Path) -> None:
+    strict = context(tiny_models.z_image(tmp_path / "model"), tmp_path, on_truncate="error")
+    heard = Heard()
     with pytest.raises(RequestError, match=r"prompt has \d+ tokens but text_encoder reads 64"):
-        run_stage(request("encode", {**TEXT, "prompt": "red " * 100}), strict)
+        handler_for("encode")(request("encode", {**TEXT, "prompt": "red " * 100}), strict, heard)
+    assert heard.steps == []
+    run_stage(request("encode", TEXT), strict)
 
 
 def test_an_empty_prompt_is_encoded_and_the_word_nan_stays_a_word(where: StageContext) -> None:
-    assert len({encode(where, prompt=text).only().digest for text in ("", "nan", "None")}) == 3
+    texts = ("", "   ", "nan", "None", "null")
+    assert len({encode(where, prompt=text).only().digest for text in texts}) == len(texts)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_latents_that_are_not_finite_stop_the_decode(where: StageContext, bad: float) -> None:
-    embeds = encode(where)
-    spoiled = spoil(where, denoise(where, embeds, 1), lambda latents: latents[0, 0, 0].fill_(bad))
-    with pytest.raises(BorderError, match=r"decode: images .*(NaN|infinite)"):
-        run_stage(request("decode", {}, spoiled), where)
+def test_an_empty_prompt_has_the_embedding_of_no_guidance(where: StageContext) -> None:
+    embeds = embeds_of(where, prompt="", negative_prompt="", do_classifier_free_guidance=True)
+    (positive,), (negative,) = embeds["prompt_embeds"], embeds["negative_prompt_embeds"]
+    assert torch.equal(positive, negative)
+
+
+def test_a_prompt_and_its_negative_have_one_embedding_each(where: StageContext) -> None:
+    """Never the negative one among the positive ones."""
+    guided = {"prompt": "a robot", "do_classifier_free_guidance": True}
+    both = embeds_of(where, **guided, negative_prompt="blurry")
+    other = embeds_of(where, **guided | {"prompt": "blurry"}, negative_prompt="a robot")
+    assert {name: len(rows) for name, rows in both.items()} == {
+        "prompt_embeds": 1,
+        "negative_prompt_embeds": 1,
+    }
+    assert torch.equal(both["prompt_embeds"][0], other["negative_prompt_embeds"][0])
+    assert torch.equal(both["negative_prompt_embeds"][0], other["prompt_embeds"][0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a cat\n(red:1.4) dog",
+        "a cat\r\n(red:1.4)\u2028dog",
+        "portrait (photo \\(medium\\)), twintails ((twintails)), (x:0.5), [y",
+        "لوحة\u200f زيتية\u061c جميلة",
+        "\U0001f469\u200d\U0001f3a8 caf\u00e9 cafe\u0301 a\ufeffb",
+        "\x1b[31mred",
+    ],
+)
+def test_an_encoder_reads_a_prompt_as_it_was_typed(
+    where: StageContext, model_dir: Path, text: str
+) -> None:
+    """No weights are parsed, no character is dropped: the plain tokenizer's ids are encoded."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir / "tokenizer")
+    encoder = transformers.AutoModel.from_pretrained(model_dir / "text_encoder")
+    ids = tokenizer(
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt"
+    ).input_ids
+    with torch.no_grad():
+        expected = encoder(ids, output_hidden_states=True).hidden_states[-2][0]
+    (found,) = embeds_of(where, prompt=text, max_sequence_length=256)["prompt_embeds"]
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def embeds_of(where: StageContext, **options: Any) -> dict[str, Any]:
+    ref = encode(where, **options).only()
+    values = unpack(ArtifactStore(where.store_url).path(ref)).handover.values
+    return {name: value for name, value in values.items() if name.endswith("_embeds")}
+
+
+@pytest.mark.parametrize(
+    ("spoiling", "what"),
+    [
+        (lambda latents: latents[0, 0, 0, 0].fill_(float("nan")), r"1 NaN and 0 infinite of 1024"),
+        (lambda latents: latents[0, 0, 0, 0].fill_(float("inf")), r"0 NaN and 1 infinite of 1024"),
+        (lambda latents: latents.zero_(), "is constant: all 1024 values are 0"),
+        (lambda latents: latents.fill_(0.5), "is constant: all 1024 values are 0.5"),
+    ],
+    ids=["nan", "inf", "zeros", "equal"],
+)
+def test_spoiled_latents_stop_the_decode_before_its_model_loads(
+    model_dir: Path, tmp_path: Path, spoiling: Any, what: str
+) -> None:
+    where = context(tiny_models.z_image(tmp_path / "model"), tmp_path)
+    spoiled = spoil(where, denoise(where, encode(where), 1), spoiling)
+    heard, before = Heard(), ArtifactStore(where.store_url).ls()
+    with pytest.raises(BorderError, match=rf"decode: input latents \(1, 16, 8, 8\).* {what}"):
+        handler_for("decode")(request("decode", {}, spoiled), where, heard)
+    assert heard.steps == []
+    assert ArtifactStore(where.store_url).ls() == before
+
+
+def test_a_nearly_black_picture_is_kept_with_a_warning(tmp_path: Path) -> None:
+    dark = tiny_models.z_image(tmp_path / "dark")
+
+    def dim(tensors: Any) -> None:
+        tensors["decoder.conv_out.weight"] *= 1e-4
+        tensors["decoder.conv_out.bias"].fill_(-0.99)
+
+    edit(dark, dim)
+    where = context(dark, tmp_path)
+    result, report, heard = run_stage(
+        request("decode", {}, denoise(where, encode(where), 1)), where
+    )
+    assert pixels(where, result).max() < 4
+    (warning,) = heard.warnings
+    assert re.match(r"image-0 is nearly one colour \(1, 1, 1 of 255\), its contrast is", warning)
+    assert report["warnings"] == [warning]
 
 
 def test_constant_latents_are_named_at_their_border(where: StageContext) -> None:
@@ -201,6 +297,28 @@ def test_latents_of_another_vae_are_refused(where: StageContext) -> None:
             request("decode", {}, StageResult(stage="denoise", artifacts={"latents": forged})),
             where,
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("packed", True),
+        ("normalized", False),
+        ("layout", "BLC"),
+        ("shape", [1, 16, 16, 4]),
+        ("dtype", "float16"),
+    ],
+)
+def test_latents_that_are_not_of_the_form_they_are_described_with_are_refused(
+    where: StageContext, name: str, told: Any
+) -> None:
+    store = ArtifactStore(where.store_url)
+    held = unpack(store.path(denoise(where, encode(where), 1).only()))
+    held.facts["latents"]["tensors"]["latents"][name] = told
+    forged = store.put(pack("denoise", held.handover, held.facts))
+    result = StageResult(stage="denoise", artifacts={"latents": forged})
+    with pytest.raises(BorderError, match=rf"its latents with {name} {re.escape(repr(told))}"):
+        run_stage(request("decode", {}, result), where)
 
 
 def test_inspect_finds_each_phases_components(where: StageContext) -> None:
@@ -268,6 +386,27 @@ def test_a_model_that_changed_after_the_request_was_made_is_refused(where: Stage
     stale = request("encode", TEXT, components={"text_encoder": "0" * 64})
     with pytest.raises(ModelError, match=r"'text_encoder' .* changed while the run was under way"):
         run_stage(stale, where)
+
+
+def test_decode_gives_back_a_picture_that_its_vae_has_encoded(tmp_path: Path) -> None:
+    """Scale and shift are undone, once: a second time would take most of the brightness."""
+    import diffusers
+
+    vae = diffusers.AutoencoderKL.from_pretrained(MINIATURE / "vae")
+    figures = (Placed("circle", "red", 34, 64, 18), Placed("square", "blue", 90, 64, 18))
+    drawn = np.asarray(draw(Placement(figures, "yellow")))
+    pixels_BCHW = torch.tensor(drawn).permute(2, 0, 1)[None] / 127.5 - 1  # noqa: N806
+    with torch.no_grad():
+        latents = vae.encode(pixels_BCHW).latent_dist.mode()
+    latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    facts = {"latents": describe_latents(SimpleNamespace(vae=vae), {"latents": latents})}
+    where = context(MINIATURE, tmp_path)
+    made = Handover(values={"latents": latents})
+    ref = ArtifactStore(where.store_url).put(pack("denoise", made, facts))
+    encoded = StageResult(stage="denoise", artifacts={"latents": ref})
+    decoded = pixels(where, run_stage(request("decode", {}, encoded), where)[0])
+    assert np.abs(decoded.astype(float) - drawn).mean() < 0.01 * 255
+    assert abs(decoded.mean() - drawn.mean()) < 0.01 * 255
 
 
 def spoil(where: StageContext, latents: StageResult, change: Any) -> StageResult:
