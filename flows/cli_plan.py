@@ -115,7 +115,8 @@ def _tell(found: ModelForecast) -> None:
         print(f"- {note}")
     for each in found.components:
         if each.problem:
-            print(f"exeunt: error: {each.component}: {each.problem}", file=sys.stderr)
+            where = f"phase {each.phase}, {each.component}"
+            print(f"exeunt: error: {where}: {each.problem}", file=sys.stderr)
 
 
 def _row(each: ComponentForecast) -> tuple[str, ...]:

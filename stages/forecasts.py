@@ -16,8 +16,12 @@ from ddo.planning import PlanError
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
 from stages import rules
+from stages.activations import (
+    decoder_activation_bytes,
+    decoder_flops,
+    sequence_activation_bytes,
+)
 from stages.contracts import OffloadChoice
-from stages.decoder_work import decoder_activation_bytes, decoder_flops
 from stages.errors import ModelError, RequestError
 from stages.forecast_records import ComponentForecast, Job, ModelForecast, Rates
 from stages.models import Component, ModelDirectory, open_model
@@ -140,29 +144,30 @@ class _Planner:
         return self.rates.flops_per_s or ASSUMED_FLOPS_PER_S
 
     def component(self, part: Component) -> ComponentForecast:
-        phase = phase_of(part)
-        num_parameters = sum(math.prod(shape) for shape in part.tensor_shapes().values())
+        phase, shapes = phase_of(part), part.tensor_shapes()
+        item_bytes = _ITEM_BYTES[self.job.dtype]
+        # Guidance calls a module once more: it takes time, not memory.
         passes = 2 if self.job.is_guided else 1
-        tokens = self._tokens(phase)
-        num_steps = {"encode": passes, "denoise": self.job.num_inference_steps}.get(phase, 1)
-        batch = passes if phase == "denoise" else 1
-        work: int | None = None
         if phase == "decode":
-            shape = self.job.height // self.scale, self.job.width // self.scale
-            flops = decoder_flops(part.tensor_shapes(), *shape)
-            tokens = max(1, round(flops / (2 * num_parameters)))
-            item = _ITEM_BYTES[self.job.dtype]
-            work = decoder_activation_bytes(part.config(), self.job.height, self.job.width, item)
-        return self._plan(part, phase, tokens, batch, num_steps, work)
-
-    def _tokens(self, phase: str) -> int:
-        text = self.job.max_sequence_length
-        if phase != "denoise":
-            return text
-        return text + self.job.height * self.job.width // self.multiple**2
+            rows, columns = self.job.height // self.scale, self.job.width // self.scale
+            num_parameters = sum(math.prod(shape) for shape in shapes.values())
+            tokens = max(1, round(decoder_flops(shapes, rows, columns) / (2 * num_parameters)))
+            work = decoder_activation_bytes(
+                part.config(), self.job.height, self.job.width, item_bytes
+            )
+            return self._plan(part, phase, tokens, 1, work)
+        tokens = self.job.max_sequence_length
+        if phase == "denoise":
+            tokens += self.job.height * self.job.width // self.multiple**2
+            work = sequence_activation_bytes(shapes, tokens, item_bytes)
+            return self._plan(part, phase, tokens, self.job.num_inference_steps * passes, work)
+        num_layers = part.config().get("num_hidden_layers")
+        kept = num_layers if isinstance(num_layers, int) else 0
+        work = sequence_activation_bytes(shapes, tokens, item_bytes, num_kept_states=kept)
+        return self._plan(part, phase, tokens, passes, work)
 
     def _plan(
-        self, part: Component, phase: str, tokens: int, batch: int, num_steps: int, work: int | None
+        self, part: Component, phase: str, tokens: int, num_steps: int, work: int
     ) -> ComponentForecast:
         budget = self.budget or _WITHOUT_LIMIT
         settings = OffloadSettings(
@@ -182,7 +187,6 @@ class _Planner:
                 part.directory,
                 settings,
                 num_tokens=tokens,
-                batch_size=batch,
                 num_steps=num_steps,
                 flops_per_s=self.flops,
                 variant=part.variant,
@@ -193,7 +197,6 @@ class _Planner:
         except DdoError as error:
             raise ModelError(f"component {part.name!r}: {error}") from error
         plan = found.plan
-        work = found.activation_bytes if work is None else work
         peak = plan.device_bytes + work
         first_copy_s = plan.resident_bytes / self.link
         steps_s = (found.step_s or 0.0) * num_steps

@@ -64,7 +64,9 @@ def test_a_plan_that_does_not_fit_says_what_would(
     code, out, err = plan(capsys, str(model), "--device-budget", "512MiB")
     assert code == 2
     assert "none fits" in out
-    assert "text_encoder: weights need at least" in err and "raise device_budget" in err
+    assert (
+        "phase encode, text_encoder: weights need at least" in err and "raise device_budget" in err
+    )
 
 
 @pytest.mark.parametrize(

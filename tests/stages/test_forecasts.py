@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stages.activations import (
+    decoder_activation_bytes,
+    decoder_flops,
+    sequence_activation_bytes,
+)
 from stages.contracts import OffloadChoice
-from stages.decoder_work import decoder_activation_bytes, decoder_flops
 from stages.errors import ModelError, RequestError
 from stages.forecast_records import ComponentForecast, ModelForecast, Rates
 from stages.forecasts import forecast_model
+from stages.models import MINIATURE
 from tests.support import header_models
+from tests.support.chain import context, request, run_stage
 
 GIB = 1 << 30
 RATES = Rates(link_bytes_per_s=50e9, flops_per_s=400e12, disk_bytes_per_s=2e9, source="measured")
@@ -70,9 +77,10 @@ def test_more_pixels_and_guidance_take_more_of_everything(model: Path) -> None:
     guided = ask(model, guidance_scale=4.0)
     for name in ("transformer", "vae"):
         assert part(large, name).activation_bytes > part(small, name).activation_bytes
-    times = [part(each, "transformer").step_s or 0 for each in (small, guided, large)]
-    assert times[1] == pytest.approx(2 * times[0], rel=0.01)
-    assert times[2] > 3 * times[0]
+    times = [part(each, "transformer").step_s or 0 for each in (small, large)]
+    assert times[1] > 3 * times[0]
+    assert part(guided, "transformer").num_steps == 2 * part(small, "transformer").num_steps
+    assert part(guided, "transformer").device_bytes == part(small, "transformer").device_bytes
     assert part(guided, "text_encoder").num_steps == 2
 
 
@@ -133,7 +141,7 @@ def test_bad_directories_and_sizes_are_clear_errors(model: Path, tmp_path: Path)
         ask(copy)
 
 
-# ---- the decoder's estimates, held against what torch does -----------------------------------
+# ---- estimates, held against what torch does ------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -164,18 +172,70 @@ def test_a_decoders_operations_are_those_that_torch_counts(vae: Any) -> None:
     assert decoder_flops(shapes, rows, columns) == pytest.approx(counter.get_total_flops())
 
 
-def test_a_decoders_memory_is_its_widest_layer_three_times(vae: Any) -> None:
-    """The largest three tensors alive at a time are what torch allocates at its peak, roughly."""
+LONG = "a large red circle on a white background, " * 20  # longer than its encoder reads
+OPTIONS: dict[str, dict[str, Any]] = {
+    "encode": {"prompt": LONG, "max_sequence_length": 64},
+    "denoise": {"num_inference_steps": 1},
+    "decode": {},
+}
+
+
+@pytest.mark.parametrize("side", [128, 256])
+def test_the_peak_of_each_phase_is_within_15_percent_of_the_measured_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
+    """Measured as what torch allocates on a CPU, beside the weights, which stay mapped."""
+    from stages import execute
+
+    peaks: list[int] = []
+    run_phase = execute.run_phase
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        with allocations() as found:
+            made = run_phase(*arguments, **options)
+        peaks.append(found[0])
+        return made
+
+    where, results = context(MINIATURE, tmp_path), list[Any]()
+    monkeypatch.setattr(execute, "run_phase", measured)
+    for stage, options in OPTIONS.items():
+        size = {"height": side, "width": side} if stage == "denoise" else {}
+        asked = request(stage, options | size, *results[-1:], seed=1 if size else None)
+        results.append(run_stage(asked, where)[0])
+    forecast = forecast_model(MINIATURE, height=side, width=side, max_sequence_length=64)
+    for each, peak in zip(forecast.components, peaks, strict=True):
+        measured_bytes = each.weights_on_device_bytes + peak
+        assert each.device_bytes == pytest.approx(measured_bytes, rel=0.15), each.component
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Afterwards holds the most bytes that were allocated inside and alive at a time."""
     import torch
 
-    height, width = 256, 192
-    estimate = decoder_activation_bytes(dict(vae.config), height, width, 4)
-    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
-        vae.decode(torch.randn(1, 4, height // 4, width // 4))
-    now, peak = 0, 0
+    found: list[int] = []
+    with torch.profiler.profile(profile_memory=True) as profile:
+        yield found
+    now = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    assert 0.5 < estimate / peak < 2.0, (estimate, peak)
-    assert math.isclose(estimate, 3 * 32 * height * width * 4)
+    found.append(peak)
+
+
+def test_a_gated_layer_holds_four_copies_of_its_width_and_an_embedding_none() -> None:
+    plain = {"embed.weight": (50_000, 64), "l.0.up.weight": (256, 64), "l.0.down.weight": (64, 256)}
+    plain |= {"l.0.q.weight": (64, 64), "l.0.k.weight": (64, 64), "time.weight": (4096, 16)}
+    gated = plain | {"l.0.gate.weight": (256, 64)}
+    assert sequence_activation_bytes(plain, 10, 2) == (2 * 256 + 3 * 64) * 10 * 2
+    assert sequence_activation_bytes(gated, 10, 2) == (4 * 256 + 3 * 64) * 10 * 2
+    kept = sequence_activation_bytes(gated, 10, 2, num_kept_states=5)
+    assert kept - sequence_activation_bytes(gated, 10, 2) == 5 * 64 * 10 * 2
+    assert sequence_activation_bytes({"norm.weight": (64,)}, 10, 2) == 0
+
+
+def test_a_decoder_whose_configuration_is_silent_is_taken_for_a_usual_one() -> None:
+    usual = {"block_out_channels": [128, 256, 512, 512]}
+    assert decoder_activation_bytes({}, 64, 64, 2) == decoder_activation_bytes(usual, 64, 64, 2)
+    assert decoder_activation_bytes({"block_out_channels": [8]}, 1, 1, 1) == 8 + 4 * 8
