@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,8 @@ def open_device(device: str | torch.device, settings: OffloadSettings) -> Opened
     limit = settings.device_budget_bytes
     if limit is None:
         limit, _ = torch.cuda.mem_get_info(place)
+    if reason := why_no_pool(os.environ):
+        return OpenedDevice(TorchBackend(place, host), reason)
     try:
         from ddo.backend import open_backend
     except ImportError as error:
@@ -176,3 +179,22 @@ def open_device(device: str | torch.device, settings: OffloadSettings) -> Opened
         return OpenedDevice(TorchBackend(place, host), reason)
     opened = open_backend(place, limit_bytes=limit, host_budget_bytes=host)
     return OpenedDevice(opened.backend, opened.fallback_reason)
+
+
+# Names of the variable from the one that torch reads first, and what in it takes the pool away.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_WITHOUT_POOL = ("expandable_segments:true", "backend:cudamallocasync")
+
+
+def why_no_pool(environment: Mapping[str, str]) -> str | None:
+    """Which setting of torch's allocator keeps it from allocating out of a pool of ours."""
+    for name in _ALLOCATOR_VARIABLES:
+        text = environment.get(name, "")
+        plain = "".join(text.split()).lower()
+        for setting in _WITHOUT_POOL:
+            if setting in plain:
+                return (
+                    f"{name} is {text!r}: with {setting} torch cannot allocate out of the native "
+                    "allocator, so nothing keeps the limit; unset it"
+                )
+    return None

@@ -18,6 +18,7 @@ from stages.artifacts import ArtifactStore
 from stages.borders import check_border
 from stages.components import component_names, load, prepare, renew_job_state
 from stages.contracts import ArtifactRef, StageContext, StageRequest, StageResult
+from stages.devices import require_device
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
 from stages.handover import unpack, write
@@ -79,9 +80,11 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
     """Read a request's inputs and sort its options.
 
     Raises:
+        DependencyError: The device is not usable.
         ArtifactMissing: An upstream artifact is gone or damaged.
         BorderError: One of its tensors cannot be right.
     """
+    require_device(context.device)
     if context.num_threads is not None:
         torch.set_num_threads(context.num_threads)
     family = family_named(request.family)

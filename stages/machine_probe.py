@@ -44,7 +44,9 @@ def probe(device: str) -> dict[str, Any]:
 
     found["torch"] = {"version": str(torch.__version__), "cuda": torch.version.cuda}
     if not torch.cuda.is_available():
-        found["problems"].append(_why_no_cuda(torch, facts.reason))
+        from stages.devices import why_no_cuda
+
+        found["problems"].append(why_no_cuda(facts.reason))
         return found
     found["gpu"] = _gpu(torch, device) | {
         name: value
@@ -67,16 +69,6 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
     except OSError:
         return None
     return found[0] if found else None
-
-
-def _why_no_cuda(torch: Any, native_reason: str) -> str:
-    if torch.version.cuda is None:
-        return (
-            f"torch {torch.__version__} is built without CUDA, so no stage can use a GPU; install "
-            "a build of torch for CUDA"
-        )
-    reason = f": {native_reason}" if native_reason else ""
-    return f"torch sees no usable CUDA device{reason}; check the driver, or set device cpu"
 
 
 def _gpu(torch: Any, device: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddo.attaching import attach
+from ddo.attaching import attach, why_no_pool
 from ddo.blocks import NotOwnable
 from ddo.settings import OffloadSettings, SettingsError
 from ddo.torch_backend import DeviceError
@@ -113,3 +113,22 @@ def test_a_cuda_device_is_refused_where_there_is_none(net):
     with pytest.raises(DeviceError, match="weights stream to cuda devices, not to meta"):
         attach(net, OffloadSettings(device_budget="1GiB"), device="meta")
     assert_same(before, photograph(net))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "is_named"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128, Expandable_Segments : true", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "", False),
+    ],
+)
+def test_a_setting_of_torchs_allocator_that_takes_the_limit_away_is_named(variable, text, is_named):
+    reason = why_no_pool({variable: text})
+    assert (reason is not None) == is_named
+    if reason:
+        assert variable in reason
+        assert repr(text) in reason
