@@ -29,11 +29,13 @@ class Way:
     may_be_refused: bool = False
 
 
-def ways_with_less_memory(request: StageRequest, context: StageContext) -> Iterator[Way]:
+def ways_with_less_memory(
+    request: StageRequest, context: StageContext, *, may_tile: bool = True
+) -> Iterator[Way]:
     """What to try, in this order, after `request` ran out of memory."""
     if request.stage != "decode":
         return
-    if not request.options.get("tiling"):
+    if may_tile and not request.options.get("tiling"):
         tiled = request.model_copy(update={"options": {**request.options, "tiling": True}})
         yield Way(how="in tiles", request=tiled, context=context, may_be_refused=True)
     if context.device != "cpu":
@@ -47,14 +49,17 @@ class Shortage:
     Args:
         run: Runs a request, or finds its result.
         warn: Tells the user.
+        may_tile: Whether tiles are among the ways.
     """
 
     def __init__(
         self,
         run: Callable[[StageRequest, StageContext], StageResult],
         warn: Callable[[str], None],
+        *,
+        may_tile: bool = True,
     ) -> None:
-        self._run, self._warn = run, warn
+        self._run, self._warn, self._may_tile = run, warn, may_tile
         self._least_bytes: int | None = None
         self._error = StageOutOfMemory("")
 
@@ -82,7 +87,7 @@ class Shortage:
             self._least_bytes = min(nbytes, self._least_bytes or nbytes)
             self._error = error
         tried: list[str] = []
-        for way in ways_with_less_memory(request, context):
+        for way in ways_with_less_memory(request, context, may_tile=self._may_tile):
             if error is not None:  # once for each size is enough: a table may have many rows
                 self._warn(f"{last}; {request.stage} is tried again {way.how}")
             tried.append(f"{request.stage} on {context.device} failed: {last}; tried {way.how}")

@@ -49,7 +49,9 @@ class Phase:
         if run.fresh:
             self._task = self._task.with_options(refresh_cache=True)
         self._shortage = Shortage(
-            lambda request, context: self._task(request, self, context), run.display.warn
+            lambda request, context: self._task(request, self, context),
+            run.display.warn,
+            may_tile=run.may_tile,
         )
 
     def __call__(
@@ -134,6 +136,7 @@ class Run:
         fresh: Compute every stage anew, whatever the store holds.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models share a GPU with the work; no part of any request.
+        may_tile: Whether a decode that ran out of memory is done again in tiles.
         timeout_s: Longest time for one request; None waits for ever.
     """
 
@@ -149,13 +152,14 @@ class Run:
         fresh: bool = False,
         on_truncate: str = "warn",
         offload: OffloadChoice | None = None,
+        may_tile: bool = True,
         timeout_s: float | None = None,
         run_id: str = "",
     ) -> None:
         self.family, self.task, self.model, self.dtype = family, task, model, dtype
         self.settings = settings = RunSettings.from_env()
         self.model_name = model_name
-        self.fresh, self.timeout_s = fresh, timeout_s
+        self.fresh, self.timeout_s, self.may_tile = fresh, timeout_s, may_tile
         self.store = open_store(settings.store_url)
         self.display: Display = current_display()
         self.context = StageContext.model_validate(
@@ -235,7 +239,7 @@ class Run:
         for use in facts.get("tokens", []):
             if use["tokens_total"] <= use["tokens_used"]:
                 continue
-            sentence = truncation_sentence(use, facts["token_limit"])
+            sentence = truncation_sentence(use)
             if self.context.on_truncate == "error":
                 raise RequestError(f"{sentence}; shorten it, or allow it with --on-truncate warn")
             self.display.warn(sentence)

@@ -59,6 +59,7 @@ def z_image(
     offload: OffloadPreset | None = None,
     device_budget: str | int | None = None,
     host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
@@ -84,6 +85,8 @@ def z_image(
         device_budget: Device memory for weights and work, such as 12GiB; by default what is free.
         host_budget: Host memory that may be pinned, such as 8GiB; by default three fifths of
             what is available.
+        vae_tiling: Decode in tiles, which takes less memory and changes pixels a little; auto
+            does so when a whole decode runs out of memory.
         output: Folder for the pictures.
         embed_settings: Write the settings into each picture.
         on_truncate: warn or error when a prompt is longer than the text encoder reads.
@@ -117,6 +120,7 @@ def z_image(
         fresh=fresh,
         on_truncate=on_truncate,
         offload=job.offload,
+        may_tile=vae_tiling != "off",
         run_id=flow_run.id or "",
     )
     for warning in job.warnings:
@@ -156,7 +160,11 @@ def z_image(
 
     with run.phase("decode", len(jobs)) as decode:
         images = [
-            decode(latents[k], label=f"seed {one}, {short(job.prompts[n])}")
+            decode(
+                latents[k],
+                label=f"seed {one}, {short(job.prompts[n])}",
+                tiling=True if vae_tiling == "on" else None,
+            )
             for k, (n, one) in enumerate(jobs)
         ]
 

@@ -185,6 +185,15 @@ def test_what_was_asked_for_in_tiles_on_the_cpu_has_no_other_way_left() -> None:
     assert list(ways_with_less_memory(request, where)) == []
 
 
+def test_tiles_may_be_ruled_out() -> None:
+    request = StageRequest(
+        stage="decode", code_version="1", family="f", task="t", dtype="float32", options={}
+    )
+    where = StageContext(model_dir="/m", store_url="/s", home_dir="/h", device="cuda")
+    ways = [way.how for way in ways_with_less_memory(request, where, may_tile=False)]
+    assert ways == ["on the CPU"]
+
+
 @pytest.fixture
 def scarce(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[None]:
     """Real stage processes in which a picture cannot be decoded whole."""
@@ -204,15 +213,20 @@ def test_a_run_without_memory_for_whole_pictures_paints_and_says_so(
     from flows.z_image import z_image
     from stages.media import read_settings
 
-    (picture,) = z_image(
-        prompt="a large red circle on a white background",
-        seed=1,
-        height=192,
-        width=192,
-        num_inference_steps=2,
-        device="cpu",
-        output=str(tmp_path / "pictures"),
-    )
+    said: dict[str, Any] = {
+        "prompt": "a large red circle on a white background",
+        "seed": 1,
+        "height": 192,
+        "width": 192,
+        "num_inference_steps": 2,
+        "device": "cpu",
+        "output": str(tmp_path / "pictures"),
+    }
+    with pytest.raises(StageOutOfMemory):
+        z_image(**said, vae_tiling="off")
+    num_reports = len(list((home / "reports").rglob("*-denoise.json")))
+    (picture,) = z_image(**said)
+    assert len(list((home / "reports").rglob("*-denoise.json"))) == num_reports == 1
     settings = read_settings(Path(picture.path))
     assert settings is not None
     (note,) = (home / "store").rglob(f"{settings.artifacts['decode.tiling']}*")
@@ -220,3 +234,6 @@ def test_a_run_without_memory_for_whole_pictures_paints_and_says_so(
     (report,) = (home / "reports").rglob("*-decode.json")
     (fallback,) = json.loads(report.read_text())["fallbacks"]
     assert "ran out of device memory" in fallback and fallback.endswith("tried in tiles")
+    (asked,) = z_image(**said, vae_tiling="on")
+    assert asked.digest == picture.digest
+    assert len(list((home / "reports").rglob("*-decode.json"))) == 1, "tiles were found again"
