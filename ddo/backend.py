@@ -187,8 +187,8 @@ class NativeBackend:
             return self._host_stream.handle
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def pin(self, memories: Sequence[Tensor]) -> None:
-        self.pins.pin(memories)
+    def pin(self, memories: Sequence[Tensor], *, keep: Sequence[Tensor] = ()) -> None:
+        self.pins.pin(memories, keep=keep)
 
     def close(self) -> None:
         """Unpin the host's memory. Device memory goes with the last tensor that views it."""

@@ -66,17 +66,25 @@ class HostPins:
         used = counters.registered_bytes + counters.slab_bytes + counters.ring_bytes
         return max(0, self._budget_bytes - used)
 
-    def pin(self, memories: Iterable[Tensor]) -> None:
+    def pin(self, memories: Iterable[Tensor], *, keep: Iterable[Tensor] = ()) -> None:
         """Pin uint8 CPU tensors as far as the budget goes.
 
         If it does not go all the way, every stretch of them is pinned in part, in the order in
-        which they are given: in the order of use, slow bytes are spread among fast ones.
+        which they are given: in the order of use, slow bytes are spread among fast ones. Before
+        that, what was pinned for others but `keep` is let go; no copy of it may be pending.
         """
         wanted = [memory for memory in memories if memory.numel()]
+        kept = [memory for memory in keep if memory.numel()]
+        if not kept:
+            self._left_over.clear()
         spans = list(_spans(wanted, _JOIN_GAP))
-        if sum(self._cost(span) for span in spans) > self.left_bytes:
+        if self._cost(spans) > self.left_bytes:
+            self._let_go_except([*wanted, *kept])
+        if self._cost(spans) > self.left_bytes:
             self._want_stager()
-            spans = list(_spans(list(spread(wanted, self.left_bytes)), 0))
+            pieces = [piece for memory in wanted for piece in self.pieces(memory)]
+            rest = [piece.memory for piece in pieces if not piece.is_pinned]
+            spans = list(_spans(list(spread(rest, self.left_bytes)), 0))
         for span in spans:
             begin = span[0].data_ptr() // PAGE * PAGE
             is_refused = False
@@ -122,12 +130,31 @@ class HostPins:
             self.stager.close()
             self.stager = None
         for entry in self._pinned:
-            address = entry.begin if entry.memory is None else entry.memory.data_ptr()
-            self._registrar.unregister(address)
+            self._unregister(entry)
         self._pinned.clear()
         self._left_over.clear()
         counters = self.counters
         counters.registered_bytes = counters.slab_bytes = counters.ring_bytes = 0
+
+    def _let_go_except(self, memories: Sequence[Tensor]) -> None:
+        """Unpin what none of these has a byte in."""
+        spans = [(span[0].data_ptr(), _page_end(span[-1])) for span in _spans(memories, 0)]
+        kept: list[_Pinned] = []
+        for entry in self._pinned:
+            at = bisect_right(spans, entry.end - 1, key=lambda span: span[0]) - 1
+            if at >= 0 and entry.begin < spans[at][1]:
+                kept.append(entry)
+                continue
+            self._unregister(entry)
+            if entry.memory is None:
+                self.counters.registered_bytes -= entry.end - entry.begin
+            else:
+                self.counters.slab_bytes -= entry.memory.numel()
+        self._pinned = kept
+
+    def _unregister(self, entry: _Pinned) -> None:
+        address = entry.begin if entry.memory is None else entry.memory.data_ptr()
+        self._registrar.unregister(address)
 
     def _want_stager(self) -> None:
         """Open the pinned ring unless there is one, or no room for one, or the device refuses."""
@@ -173,10 +200,10 @@ class HostPins:
             gaps.append((begin, end))
         return gaps
 
-    def _cost(self, span: Sequence[Tensor]) -> int:
-        """Bytes of the pages that registering a span would take."""
-        begin = span[0].data_ptr() // PAGE * PAGE
-        return sum(high - low for low, high in self._gaps(begin, _page_end(span[-1])))
+    def _cost(self, spans: Sequence[Sequence[Tensor]]) -> int:
+        """Bytes of the pages that registering these would take."""
+        ranges = [(span[0].data_ptr() // PAGE * PAGE, _page_end(span[-1])) for span in spans]
+        return sum(high - low for pages in ranges for low, high in self._gaps(*pages))
 
     def _unpinned_bytes(self, memory: Tensor) -> int:
         start = memory.data_ptr()

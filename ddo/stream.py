@@ -91,8 +91,9 @@ class Streamer:
             self._keep_chunks(set(resident))
             try:
                 phase = self._metrics.setup.phase
+                there = {number for chunk in self._chunks for number in chunk.blocks}
                 with phase("register"):
-                    self._pin(list(places), resident)
+                    self._pin(list(places), [n for n in resident if n not in there])
                 with torch.inference_mode(False):
                     with phase("make_ring"):
                         self._make_ring(plan.ring_bytes, places, order)
@@ -156,7 +157,7 @@ class Streamer:
             self._backend.pin([*first, *then])
         else:
             self._backend.pin(first)
-            self._backend.pin(then)
+            self._backend.pin(then, keep=first)
         if pins is not None:
             self._tell_slow_tiers(pins.counters)
 

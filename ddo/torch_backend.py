@@ -154,9 +154,9 @@ class TorchBackend:
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    def pin(self, memories: Sequence[Tensor]) -> None:
+    def pin(self, memories: Sequence[Tensor], *, keep: Sequence[Tensor] = ()) -> None:
         with self._context():
-            self.pins.pin(memories)
+            self.pins.pin(memories, keep=keep)
 
     def close(self) -> None:
         self._in_flight.close()

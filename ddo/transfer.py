@@ -97,8 +97,11 @@ class Backend(Protocol):
         """Tells the caller's current stream from others."""
         ...
 
-    def pin(self, memories: Sequence[torch.Tensor]) -> None:
-        """Make copies from these uint8 CPU tensors fast, as far as the host budget goes."""
+    def pin(self, memories: Sequence[torch.Tensor], *, keep: Sequence[torch.Tensor] = ()) -> None:
+        """Make copies from these uint8 CPU tensors fast, as far as the host budget goes.
+
+        What was made fast before and is not in `keep` may become slow again.
+        """
         ...
 
     def free_bytes(self) -> int:

@@ -47,12 +47,12 @@ class StagedBackend(FakeBackend):
         self.in_flight = InFlight(self.pins.counters)
         self.gate = lambda: None
 
-    def pin(self, memories):
+    def pin(self, memories, *, keep=()):
         super().pin(memories)
         for memory in memories:
             begin = memory.data_ptr() // PAGE * PAGE
             self.registrar.files.append((begin, memory.data_ptr() + memory.numel()))
-        self.pins.pin(memories)
+        self.pins.pin(memories, keep=keep)
 
     def prepare(self, copies, target):
         direct, staged = [], []

@@ -103,8 +103,8 @@ def test_a_file_that_was_replaced_is_refused_before_it_is_read(tmp_path, make_ba
     backend, session = staged(net, make_backend)
     pin = backend.pin
 
-    def pin_then_replace(memories):
-        pin(memories)
+    def pin_then_replace(memories, **options):
+        pin(memories, **options)
         (tmp_path / "other").write_bytes(path.read_bytes())
         (tmp_path / "other").replace(path)
 

@@ -93,8 +93,8 @@ def test_a_file_that_was_replaced_by_another_is_refused_before_it_is_read(tmp_pa
     backend, session = staged(net)
     pin = backend.pin
 
-    def pin_then_replace(memories):
-        pin(memories)
+    def pin_then_replace(memories, **options):
+        pin(memories, **options)
         (tmp_path / "other").write_bytes(path.read_bytes())
         (tmp_path / "other").replace(path)
 
@@ -317,6 +317,46 @@ def test_the_ring_takes_part_of_the_budget_and_the_rest_is_registered(tmp_path, 
     stager = pins.stager
     pins.close()
     assert stager.is_closed
+    assert registrar.pages == {}
+
+
+def test_what_a_new_plan_does_not_stream_makes_room(tmp_path):
+    """Else the pinned share would fall with each change of the plan."""
+    memory = mapped_file(tmp_path / "w", 16 << 20)
+    parts = list(memory.split(1 << 20))
+    registrar = FakeRegistrar()
+    pins = HostPins(registrar, 4 << 20, lambda size: Stager())
+    pins.pin(parts[:8])
+    held = pins.counters.registered_bytes
+    assert held > 2.5 * (1 << 20)
+    pins.pin(parts[8:], keep=parts[:8])
+    assert pins.counters.registered_bytes <= held + pins.left_bytes + PAGE
+    assert sum(p.is_pinned for p in pins.pieces(memory[: 8 << 20])) > 0
+    pins.pin(parts[4:12])
+    counters = pins.counters
+    inside = sum(p.memory.numel() for p in pins.pieces(memory[4 << 20 : 12 << 20]) if p.is_pinned)
+    assert inside == counters.registered_bytes > 0.95 * held
+    assert counters.staged_bytes == (8 << 20) - inside
+    assert counters.registered_bytes == sum(registrar.pages.values())
+    for part in parts[4:12]:
+        pinned = sum(p.memory.numel() for p in pins.pieces(part) if p.is_pinned)
+        assert 0 < pinned < part.numel()
+    pins.close()
+    assert registrar.pages == {}
+
+
+def test_slabs_of_what_is_not_wanted_any_more_make_room_too():
+    memory = torch.arange(64 * PAGE, dtype=torch.int64).to(torch.uint8)
+    registrar = FakeRegistrar(registers_files=False)
+    registrar.files.append((memory.data_ptr() // PAGE * PAGE, memory.data_ptr() + memory.numel()))
+    pins = HostPins(registrar, 24 * PAGE)
+    pins.pin([memory[: 20 * PAGE]])
+    assert pins.counters.slab_bytes == 20 * PAGE
+    pins.pin([memory[40 * PAGE : 60 * PAGE]])
+    assert pins.counters.slab_bytes == 20 * PAGE
+    assert not any(p.is_pinned for p in pins.pieces(memory[: 20 * PAGE]))
+    assert torch.equal(torch.cat(pins.sources(memory)), memory)
+    pins.close()
     assert registrar.pages == {}
 
 
