@@ -52,6 +52,7 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
     hint = _hint(settings.home.root, name, arguments)
     if not hint.exists():
         launcher = shared_launcher(settings.launch)
+        launcher.expect(name)
         launcher.start_fork_server()
     try:
         module = importlib.import_module(module_name)

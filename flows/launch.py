@@ -26,6 +26,7 @@ from flows.fork_client import ForkServer, ForkServerLost, fork_process
 from flows.stage_process import Child, Logger, StageProcess, wait_for_process
 from stages import contracts
 from stages.errors import StageCancelled, StageCrashed
+from stages.preload import preload_names
 
 
 class Launcher:
@@ -33,8 +34,8 @@ class Launcher:
 
     Args:
         method: `forkserver`, or `spawn` for a new interpreter per process.
-        preload: What the fork server imports, as `module` or `module:name`; None for its own
-            list.
+        preload: What the fork server imports, as `module` or `module:name`; None for what all
+            stages need, and the family of the first run besides.
         environ: Added to the environment of every process made here. The rest of it, and
             the working folder, are this process's at the time of this call.
 
@@ -63,6 +64,18 @@ class Launcher:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def expect(self, family: str) -> None:
+        """Say which family the stages will serve, for a fork server that is yet to start.
+
+        One that runs serves every family; what it did not import costs the stage's time.
+
+        Raises:
+            RequestError: The family is unknown.
+        """
+        with self._lock:
+            if self._preload is None:
+                self._preload = preload_names(family)
 
     def start_fork_server(self) -> None:
         """Start the fork server unless it runs; returns at once, its imports go on beside."""

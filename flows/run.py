@@ -174,6 +174,7 @@ class Run:
             }
         )
         self._num_reports = 0
+        shared_launcher(settings.launch).expect(family)
 
     @contextmanager
     def phase(self, stage: StageName, num_requests: int = 1) -> Iterator[Phase]:

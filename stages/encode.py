@@ -40,7 +40,7 @@ def run(
     uses, limit = _count_tokens(job, guided)
     for use in uses:
         if use.tokens_total > use.tokens_used:
-            sentence = truncation_sentence(use.as_json(), limit)
+            sentence = truncation_sentence(use.as_json())
             if context.on_truncate == "error":
                 raise RequestError(f"{sentence}; shorten it, or allow it with --on-truncate warn")
             job.tracker.warnings.append(sentence)
@@ -51,27 +51,20 @@ def run(
     return finish_handover(job, "prompt_embeds", made, facts)
 
 
-def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int]:
+def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int | None]:
     pipe = prepared_pipe(job)
     family = job.family
     missing = [name for name in family.tokenizers if getattr(pipe, name, None) is None]
     if missing:
         with job.tracker.host_phase("load_tokenizers"):
             load(job.graph, pipe, missing, job.model_dir, dtype=job.dtype)
-    limit = int(job.options[family.token_limit])
+    limit = int(job.options[family.token_limit]) if family.token_limit else None
     prompts = {name: job.options[name] for name in PROMPTS if job.options.get(name) is not None}
-    if not guided:
+    if family.guidance and not guided:
         prompts.pop("negative_prompt", None)
     uses = [
-        token_use(
-            getattr(pipe, tokenizer),
-            text,
-            prompt=name,
-            encoder=encoder,
-            limit=limit,
-            chat_template=family.chat_template,
-        )
-        for tokenizer, encoder in family.tokenizers.items()
+        token_use(getattr(pipe, tokenizer), text, reading, prompt=name, limit=limit)
+        for tokenizer, reading in family.tokenizers.items()
         for name, text in prompts.items()
     ]
     return uses, limit

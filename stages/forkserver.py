@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from stages import worker
 from stages.contracts import Record
+from stages.preload import preload_names
 from stages.protocol import (
     EXIT_DONE,
     EXIT_WORKER_BUG,
@@ -33,23 +34,6 @@ from stages.protocol import (
     Refused,
     Serving,
 )
-
-DEFAULT_PRELOAD = (
-    "torch",
-    "safetensors.torch",
-    "accelerate",
-    "diffusers:AutoencoderKL",
-    "diffusers:FlowMatchEulerDiscreteScheduler",
-    "diffusers:ZImageAutoBlocks",
-    "diffusers:ZImageModularPipeline",
-    "diffusers:ZImageTransformer2DModel",
-    "transformers:Qwen2Tokenizer",
-    "transformers:Qwen3Model",
-    *worker.HANDLERS.values(),
-    "ddo.lifecycle",
-    "ddo.backend",
-)
-"""`module` or `module:attribute`: libraries resolve their classes only when asked by name."""
 
 HARMLESS_THREADS = ("cuda",)
 """Starts of the names of threads that do not stand in the way of a fork."""
@@ -217,7 +201,7 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m stages.forkserver")
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--preload", nargs="*", default=DEFAULT_PRELOAD, metavar="MODULE[:NAME]")
+    parser.add_argument("--preload", nargs="*", default=preload_names(), metavar="MODULE[:NAME]")
     arguments = parser.parse_args()
     os.set_inheritable(arguments.socket_fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from stages.families import Reading
+from stages.families.family import CHAT, CHAT_WITHOUT_THINKING
 
 LONGEST_SHOWN = 200
 
@@ -32,50 +36,75 @@ class TokenUse:
         return asdict(self)
 
 
-def truncation_sentence(use: Mapping[str, Any], limit: int) -> str:
+def truncation_sentence(use: Mapping[str, Any]) -> str:
     """A truncated prompt for people, with the numbers and at most 200 of the lost characters.
 
     Args:
         use: The fields of a `TokenUse`.
-        limit: Tokens that the encoder reads.
     """
     lost = use["dropped_text"]
     lost = lost if len(lost) <= LONGEST_SHOWN else f"{lost[: LONGEST_SHOWN - 1]}…"
     return (
-        f"{use['prompt']} has {use['tokens_total']} tokens but {use['encoder']} reads {limit}; "
-        f"dropped: {lost!r}"
+        f"{use['prompt']} has {use['tokens_total']} tokens but {use['encoder']} reads "
+        f"{use['tokens_used']}; dropped: {lost!r}"
     )
 
 
 def token_use(
-    tokenizer: Any, text: str, *, prompt: str, encoder: str, limit: int, chat_template: bool
+    tokenizer: Any, text: str, reading: Reading, *, prompt: str, limit: int | None
 ) -> TokenUse:
     """Count a prompt's tokens and find what the limit cuts off.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        limit: Most tokens that the encoder is given.
-        chat_template: Put the prompt into the tokenizer's template first, as the pipeline does.
+        reading: How the pipeline uses it.
+        prompt: Which one the text is.
+        limit: Most tokens that the encoder is given, by the request; None leaves it to the
+            tokenizer, as the reading may too.
     """
-    rendered = text
-    if chat_template:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=True,
-        )
-    encoded = tokenizer(rendered, return_offsets_mapping=True, truncation=False, verbose=False)
-    total = len(encoded["input_ids"])
+    if limit is None or reading.limit == "own":
+        limit = int(tokenizer.model_max_length)
+    rendered = _rendered(tokenizer, text, reading.template)
+    encoded = tokenizer(
+        rendered,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        truncation=False,
+        verbose=False,
+    )
+    total = len(encoded["input_ids"]) - reading.num_unread
     dropped = ""
     if total > limit:
-        cut = encoded["offset_mapping"][limit][0]
+        last = limit + reading.num_unread - _num_closing(encoded["special_tokens_mask"])
+        cut = encoded["offset_mapping"][last][0]
         start = max(rendered.find(text), 0)
         dropped = rendered[max(cut, start) : start + len(text)]
     return TokenUse(
         prompt=prompt,
-        encoder=encoder,
+        encoder=reading.encoder,
         tokens_total=total,
         tokens_used=min(total, limit),
         dropped_text=dropped,
     )
+
+
+def _rendered(tokenizer: Any, text: str, template: str) -> str:
+    """A prompt in its template, as the pipeline renders it."""
+    if not template:
+        return text
+    if template in (CHAT, CHAT_WITHOUT_THINKING):
+        rendered: str = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=template == CHAT,
+        )
+        return rendered
+    module, _, name = template.partition(":")
+    around: str = getattr(importlib.import_module(module), name)
+    return around.format(text)
+
+
+def _num_closing(is_special: list[int]) -> int:
+    """Tokens that a tokenizer adds after every text, whatever it cuts off before them."""
+    return next((n for n, flag in enumerate(reversed(is_special)) if not flag), 0)

@@ -5,11 +5,39 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from stages.errors import RequestError
+from stages.errors import ModelError, RequestError
 
-FAMILIES: Mapping[str, str] = {"z-image": "stages.families.z_image"}
-"""Each family by its name, with the module that declares it as `FAMILY`."""
+FAMILIES: Mapping[str, str] = {
+    "z-image": "stages.families.z_image:FAMILY",
+}
+"""Each family by its name, with where it is declared, as `module:name`."""
+
+TEXT_TO_IMAGE = {"text-to-image": ("prompt",)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a tokenizer reads a prompt.
+
+    Attributes:
+        encoder: The text encoder that it feeds.
+        limit: Where the most tokens stand: in the request's `option`, or in the tokenizer's
+            `own` configuration.
+        template: What the prompt is put into first: nothing, the tokenizer's chat template with
+            thinking on or off, or a text with a `{}` in it, as `module:NAME`.
+        num_unread: Tokens of the template that come before the prompt and count in no limit.
+    """
+
+    encoder: str
+    limit: Literal["option", "own"] = "option"
+    template: str = ""
+    num_unread: int = 0
+
+
+CHAT = "chat"
+CHAT_WITHOUT_THINKING = "chat without thinking"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,28 +47,43 @@ class Family:
     Attributes:
         name: What users type, such as `z-image`.
         pipeline: Modular pipeline class of diffusers.
+        models: Pipeline classes that a model directory of this family may name.
         tasks: For each task, the inputs that select its blocks.
         output: The value of the last phase that is the product, such as `images`.
+        denoiser: The component that denoises.
         guidance: Guider component -> the option that sets its scale; empty where the scale
             is an ordinary argument of the pipeline.
-        tokenizers: Tokenizer component -> the text encoder it feeds; the order is that of
-            the report on truncated prompts.
-        token_limit: The option that limits the number of tokens.
-        chat_template: Whether prompts go through the tokenizer's chat template first.
+        tokenizers: Tokenizer component -> how it reads; the order is that of the report on
+            truncated prompts.
+        token_limit: The option that limits the number of tokens; empty if there is none.
+        max_tokens: The largest value of that option that its text encoder was made for.
+        sized_by: The component whose `sample_size` tells the size it was trained at: in pixels
+            for the VAE, in latents for the denoiser.
+        edge: That size in pixels where no component tells it.
         carried: Tensors that the denoising loop carries from step to step.
+        constants: Values that may be all one number without being wrong.
+        lent: Phase -> components whose configuration is enough there.
         dtypes: Component -> dtype, where it is not the dtype of the request.
+        preload: What a fork server imports for this family, as `module:name`.
     """
 
     name: str
     pipeline: str
+    models: tuple[str, ...]
     tasks: Mapping[str, tuple[str, ...]]
     output: str
+    denoiser: str = "transformer"
     guidance: Mapping[str, str] = field(default_factory=dict)
-    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    tokenizers: Mapping[str, Reading] = field(default_factory=dict)
     token_limit: str = "max_sequence_length"
-    chat_template: bool = False
+    max_tokens: int = 512
+    sized_by: str = "vae"
+    edge: int = 1024
     carried: tuple[str, ...] = ("latents",)
+    constants: tuple[str, ...] = ()
+    lent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
 
 
 def family_named(name: str) -> Family:
@@ -52,5 +95,27 @@ def family_named(name: str) -> Family:
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise RequestError(f"family {name!r} is unknown; the families are {known}")
-    family: Family = importlib.import_module(FAMILIES[name]).FAMILY
+    module, _, attribute = FAMILIES[name].partition(":")
+    family: Family = getattr(importlib.import_module(module), attribute)
     return family
+
+
+def require_model_of(family: Family, class_name: str, where: str) -> None:
+    """Refuse a model directory of another family.
+
+    Args:
+        class_name: The pipeline class that its index names.
+        where: The directory.
+
+    Raises:
+        ModelError: With the families that take such a model.
+    """
+    if class_name in (*family.models, family.pipeline):
+        return
+    others = (family_named(name) for name in FAMILIES)
+    takers = [each.name for each in others if class_name in (*each.models, each.pipeline)]
+    remedy = f"it is one of {' or '.join(takers)}" if takers else "no family here takes it"
+    raise ModelError(
+        f"model {where} is a {class_name}, but {family.name} takes {' or '.join(family.models)}; "
+        f"{remedy}"
+    )

@@ -1,13 +1,22 @@
 """Z-Image: one Qwen3 text encoder, a single-stream transformer, an AutoencoderKL."""
 
-from stages.families.family import Family
+from stages.families.family import CHAT, TEXT_TO_IMAGE, Family, Reading
 
 FAMILY = Family(
     name="z-image",
     pipeline="ZImageModularPipeline",
-    tasks={"text-to-image": ("prompt",)},
+    models=("ZImagePipeline",),
+    tasks=TEXT_TO_IMAGE,
     output="images",
     guidance={"guider": "guidance_scale"},
-    tokenizers={"tokenizer": "text_encoder"},
-    chat_template=True,
+    tokenizers={"tokenizer": Reading(encoder="text_encoder", template=CHAT)},
+    preload=(
+        "diffusers:AutoencoderKL",
+        "diffusers:FlowMatchEulerDiscreteScheduler",
+        "diffusers:ZImageAutoBlocks",
+        "diffusers:ZImageModularPipeline",
+        "diffusers:ZImageTransformer2DModel",
+        "transformers:Qwen2Tokenizer",
+        "transformers:Qwen3Model",
+    ),
 )

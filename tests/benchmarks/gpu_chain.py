@@ -40,8 +40,9 @@ NOT_INITIALISED = 3  # the driver's answer to every call before the one that ini
 PRELOADED = """
 import ctypes
 from stages import forkserver, worker
+from stages.preload import preload_names
 worker.prepare_environment()
-forkserver.preload(forkserver.DEFAULT_PRELOAD)
+forkserver.preload(preload_names("z-image"))
 print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
 print(forkserver.foreign_threads())
 """

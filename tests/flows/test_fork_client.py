@@ -108,6 +108,7 @@ def test_the_real_fork_server_imports_everything_and_touches_nothing() -> None:
     watcher = Watcher()
     pids = set()
     with Launcher(environ=ENVIRON) as launcher:
+        launcher.expect("z-image")
         for _ in range(2):
             with StageSession("encode", launcher, on_event=watcher) as session:
                 report = ask(session, "facts", libraries)

@@ -20,7 +20,8 @@ from typing import Any
 
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import RequestError
-from stages.forkserver import DEFAULT_PRELOAD, preload
+from stages.forkserver import preload
+from stages.preload import preload_names
 from stages.worker import Events
 
 STAGES = ("inspect", "encode", "condition", "denoise", "decode")
@@ -176,6 +177,6 @@ BEHAVIOURS: dict[str, Callable[[Any, Events], Any]] = {
     "signal": lambda value, events: os.kill(os.getpid(), value),
     "exit": lambda value, events: os._exit(value),
     "unserializable": lambda value, events: object(),
-    "import": lambda value, events: preload(DEFAULT_PRELOAD),
+    "import": lambda value, events: preload(preload_names("z-image")),
     "random": lambda value, events: random.random(),
 }

@@ -5,48 +5,14 @@ They paint noise; what they are good for is that every bit of it is determined.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-CORPUS = [
-    "a small red fox in the snow, watercolour",
-    "a robot dancing under city lights at night",
-    "low quality, blurry",
-]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_level_tokenizer(vocab_size: int = 400) -> Any:
-    """A Qwen2 tokenizer whose byte-level merges come from a few sentences."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 20, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    made = transformers.Qwen2Tokenizer(
-        vocab=model["vocab"],
-        merges=[tuple(pair) for pair in model["merges"]],
-        unk_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=4096,
-    )
-    made.chat_template = CHAT_TEMPLATE
-    return made
+from tests.support.tiny_tokenizers import byte_level_tokenizer, clip_tokenizer, t5_tokenizer
 
 
 def z_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -96,11 +62,284 @@ def z_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
         )
     )
     pipeline = diffusers.ZImagePipeline(
-        transformer=transformer.to(dtype).eval(),
-        vae=vae.to(dtype).eval(),
+        transformer=transformer,
+        vae=vae,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        text_encoder=text_encoder.to(dtype).eval(),
+        text_encoder=text_encoder,
         tokenizer=byte_level_tokenizer(),
     )
+    return _save(pipeline, directory, dtype)
+
+
+def flux(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a FLUX.1 model of about 0.5 MB; 64 x 64 pixels are 4 x 4 patches."""
+    torch.manual_seed(seed)
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+        guidance_embeds=True,
+    )
+    pipeline = diffusers.FluxPipeline(
+        transformer=transformer,
+        vae=_autoencoder(4, shift_factor=0.0609, scaling_factor=1.5035, **_NO_QUANT),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        text_encoder=transformers.CLIPTextModel(_clip_config()),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=transformers.T5EncoderModel(_t5_config()),
+        tokenizer_2=t5_tokenizer(),
+    )
+    return _save(pipeline, directory, dtype)
+
+
+def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write an SDXL model of about 1 MB; 64 x 64 pixels are 8 x 8 latents."""
+    torch.manual_seed(seed)
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(2, 4),
+        layers_per_block=2,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+        cross_attention_dim=64,
+        norm_num_groups=1,
+    )
+    scheduler = diffusers.EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        steps_offset=1,
+        beta_schedule="scaled_linear",
+        timestep_spacing="leading",
+    )
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        unet=unet,
+        vae=_autoencoder(4, scaling_factor=0.13025),
+        scheduler=scheduler,
+        text_encoder=transformers.CLIPTextModel(_clip_config()),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=transformers.CLIPTextModelWithProjection(_clip_config()),
+        tokenizer_2=clip_tokenizer(),
+        add_watermarker=False,
+    )
+    return _save(pipeline, directory, dtype)
+
+
+def sd3(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write an SD3 model of about 0.7 MB; 64 x 64 pixels are 4 x 4 patches."""
+    torch.manual_seed(seed)
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+    )
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        vae=_autoencoder(4, shift_factor=0.0609, scaling_factor=1.5305, **_NO_QUANT),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=transformers.CLIPTextModelWithProjection(_clip_config()),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=transformers.CLIPTextModelWithProjection(_clip_config()),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=transformers.T5EncoderModel(_t5_config()),
+        tokenizer_3=t5_tokenizer(),
+    )
+    return _save(pipeline, directory, dtype)
+
+
+def qwen_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a Qwen-Image model of about 0.6 MB; 64 x 64 pixels are 4 x 4 patches."""
+    torch.manual_seed(seed)
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 4, 4),
+    )
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=12,
+        z_dim=4,
+        dim_mult=[1, 1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1] * 4,
+        latents_std=[1.3] * 4,
+    )
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+        "rope_theta": 1e6,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_end_token_id=3,
+        vision_start_token_id=4,
+        vision_token_id=5,
+        image_token_id=6,
+        video_token_id=7,
+    )
+    pipeline = diffusers.QwenImagePipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            shift=1.0,
+            max_shift=0.9,
+            base_shift=0.5,
+            shift_terminal=0.02,
+            time_shift_type="exponential",
+        ),
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=byte_level_tokenizer(),
+    )
+    return _save(pipeline, directory, dtype)
+
+
+def flux2_klein(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    is_distilled: bool = True,
+) -> Path:
+    """Write a FLUX.2 Klein model of about 0.9 MB; 64 x 64 pixels are 4 x 4 patches."""
+    torch.manual_seed(seed)
+    transformer = diffusers.Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        timestep_guidance_channels=256,
+        axes_dims_rope=[4, 4, 4, 4],
+        guidance_embeds=False,
+    )
+    text_encoder = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=28,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=512,
+            max_position_embeddings=4096,
+        )
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 4, 4),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=1,
+        sample_size=64,
+        **_NO_QUANT,
+    )
+    vae.bn.running_mean.fill_(0.1)
+    vae.bn.running_var.fill_(1.7)
+    pipeline = diffusers.Flux2KleinPipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        text_encoder=text_encoder,
+        tokenizer=byte_level_tokenizer(),
+        is_distilled=is_distilled,
+    )
+    return _save(pipeline, directory, dtype)
+
+
+_NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
+
+
+def _save(pipeline: Any, directory: Path, dtype: torch.dtype) -> Path:
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.to(dtype).eval()
     pipeline.save_pretrained(directory)
     return directory
+
+
+def _autoencoder(latent_channels: int, **config: Any) -> Any:
+    return diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8, 8, 8, 8],
+        layers_per_block=1,
+        latent_channels=latent_channels,
+        norm_num_groups=4,
+        sample_size=64,
+        **config,
+    )
+
+
+def _clip_config() -> Any:
+    return transformers.CLIPTextConfig(
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        hidden_size=32,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        vocab_size=1000,
+        hidden_act="gelu",
+        projection_dim=32,
+    )
+
+
+def _t5_config() -> Any:
+    return transformers.T5Config(
+        vocab_size=256,
+        d_model=32,
+        d_kv=8,
+        d_ff=37,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
