@@ -256,7 +256,7 @@ def check(
     device = settings.device if device == "auto" else rules.check_device_name(device)
     idle = without_effect(device, offload, device_budget, host_budget)
     return Job(
-        prompts=[rules.check_prompt(text, "prompt") for text in prompts],
+        prompts=rules.check_prompts(prompts, negative_prompt),
         negative_prompt=rules.check_prompt(negative_prompt, "negative_prompt"),
         seeds=rules.expand_seeds(rules.check_seed(seed), num_images),
         height=height,

@@ -12,10 +12,11 @@ import secrets
 
 from stages.contracts import MAX_SEED
 from stages.errors import RequestError
-from stages.size_rules import check_size, spatial_multiple, vae_scale, whole_number
+from stages.size_rules import check_size, spatial_multiple, trained_edge, vae_scale, whole_number
 from stages.text_rules import (
     MAX_PROMPT_CHARACTERS,
     check_prompt,
+    check_prompts,
     escape_for_terminal,
     kind,
     shown,
@@ -30,6 +31,7 @@ __all__ = [
     "check_dtype",
     "check_guidance",
     "check_prompt",
+    "check_prompts",
     "check_seed",
     "check_size",
     "check_steps",
@@ -38,6 +40,7 @@ __all__ = [
     "escape_for_terminal",
     "expand_seeds",
     "spatial_multiple",
+    "trained_edge",
     "vae_scale",
 ]
 

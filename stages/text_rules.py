@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from collections.abc import Sequence
 
 from stages.errors import RequestError
 
 MAX_PROMPT_CHARACTERS = 100_000
+
+MAX_PROMPTS_BYTES = 400_000
+"""All prompts of one run as JSON. Prefect's server takes 524,288 bytes of parameters a run."""
 
 
 def check_prompt(text: object, name: str = "prompt") -> str:
@@ -35,6 +40,29 @@ def check_prompt(text: object, name: str = "prompt") -> str:
             f"{surrogate.start()}, which is no character; repair the text"
         )
     return text
+
+
+def check_prompts(prompts: Sequence[object], negative_prompt: object = "") -> list[str]:
+    """The prompts of one run, each as `check_prompt` has it.
+
+    Args:
+        prompts: The prompts, unchecked.
+        negative_prompt: Counts as one more.
+
+    Raises:
+        RequestError: There is none, one of them is no prompt, or together they take more than
+            400,000 bytes as JSON with escapes.
+    """
+    checked = [check_prompt(text) for text in prompts]
+    if not checked:
+        raise RequestError("prompt is an empty list; give at least one, which may be an empty text")
+    nbytes = len(json.dumps([*checked, check_prompt(negative_prompt, "negative_prompt")]))
+    if nbytes > MAX_PROMPTS_BYTES:
+        raise RequestError(
+            f"the prompts of this run take {nbytes} bytes as JSON, {MAX_PROMPTS_BYTES} are "
+            "allowed; shorten them, or spread them over several runs"
+        )
+    return checked
 
 
 def escape_for_terminal(text: str, limit: int | None = None) -> str:

@@ -231,6 +231,19 @@ def test_what_is_no_prompt_is_refused(text: object, expected: str) -> None:
     assert len(str(caught.value)) < 200
 
 
+def test_the_prompts_of_a_run_fit_into_what_a_server_takes() -> None:
+    for prompts in (["x" * 99_000] * 4, [""], ["\u00e9" * 60_000]):
+        assert rules.check_prompts(prompts, "blurry") == prompts
+    for prompts, negative, nbytes in [
+        (["x" * 99_000] * 4, "y" * 5000, 401_020),
+        (["\U0001f7e5" * 60_000], "", 720_008),  # twelve bytes each, escaped as JSON
+    ]:
+        with pytest.raises(RequestError, match=f"of this run take {nbytes} bytes as JSON, 400000"):
+            rules.check_prompts(prompts, negative)
+    with pytest.raises(RequestError, match="prompt is an empty list"):
+        rules.check_prompts([])
+
+
 def test_escaped_text_shows_what_would_steer_a_terminal() -> None:
     text = "a\x1b[31m\nb\u202e\u200f\u061c\ufeff\u2028\x9b\ud800 é \U0001f469\u200d\U0001f680 \\"
 
