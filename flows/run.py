@@ -251,14 +251,19 @@ class Run:
         return {name: each.fingerprint(home) for name, each in self.model.components.items()}
 
     def keep_report(self, request: StageRequest, report: dict[str, Any]) -> None:
-        """Write a stage's report where `exeunt report` finds it."""
+        """Write a stage's report where `exeunt report` finds it; a disk that cannot is no error."""
         folder = self.settings.home.root / "reports" / (self.context.run_id or "unnamed")
-        folder.mkdir(parents=True, exist_ok=True)
         self._num_reports += 1
         path = folder / f"{self._num_reports:05d}-{request.stage}.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(report, indent=1))
-        partial.replace(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(report, indent=1))
+            partial.replace(path)
+        except OSError as error:  # the result is there, and worth more than its report
+            self.display.warn(
+                f"the report of {request.stage} is not kept: {error}; see that {folder} can be written"
+            )
 
 
 def _roles(inputs: tuple[StageResult, ...]) -> dict[str, Any]:

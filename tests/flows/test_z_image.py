@@ -406,6 +406,18 @@ def test_a_truncated_prompt_is_told_again_when_its_embedding_is_found(studio: St
         studio.paint(**long, on_truncate="error")
 
 
+def test_a_report_that_cannot_be_kept_costs_a_warning(studio: Studio) -> None:
+    from flows.display import LineDisplay, showing
+
+    studio.home.mkdir()
+    (studio.home / "reports").write_text("a file where the folder should be")
+    told = io.StringIO()
+    with showing(LineDisplay(told)):
+        painted = studio.paint()
+    assert len(painted.files) == 1
+    assert "the report of decode is not kept: " in told.getvalue()
+
+
 def test_settings_stay_out_of_the_picture_on_request(studio: Studio) -> None:
     painted = studio.paint(embed_settings=False)
     assert Image.open(painted.files[0]).text == {}  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from stages.artifacts import ArtifactStore
 from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing, ModelError
 from stages.local_files import object_key
+from stages.media import write_png
 from stages.models import open_model
 from tests.support.fake_models import write_model
 from tests.support.users import NOBODY, nobody, open_to_others
@@ -72,6 +73,16 @@ def test_a_full_disk_is_reported_and_leaves_the_old_artifact(
     assert not list(small_disk.rglob("*.tmp-*"))
     (small_disk / "other data").unlink()
     assert store.put(os.urandom(8 * MIB)).size == 8 * MIB
+
+
+def test_a_full_output_disk_is_reported_and_keeps_earlier_pictures(small_disk: Path) -> None:
+    earlier = write_png(b"earlier picture", small_disk, prompt="a fox", seed=1)
+
+    with pytest.raises(ArtifactError, match=r"no space: need .* MiB \(\d+ bytes\), free .* in /"):
+        write_png(os.urandom(12 * MIB), small_disk, prompt="a fox", seed=1)
+
+    assert [path.name for path in small_disk.iterdir()] == [earlier.name]
+    assert earlier.read_bytes() == b"earlier picture"
 
 
 def test_a_disk_without_file_entries_is_told_from_a_full_one(small_disk: Path) -> None:
