@@ -262,7 +262,8 @@ class Run:
             partial.replace(path)
         except OSError as error:  # the result is there, and worth more than its report
             self.display.warn(
-                f"the report of {request.stage} is not kept: {error}; see that {folder} can be written"
+                f"the report of {request.stage} is not kept: {error}; "
+                f"see that {folder} can be written"
             )
 
 
