@@ -18,7 +18,10 @@ from typing import NoReturn
 from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
 from stages.errors import StageError
 
-FAMILIES = {"z-image": ("flows.z_image", "paint pictures with a Z-Image model")}
+FAMILIES = {
+    "z-image": ("flows.z_image", "paint pictures with a Z-Image model"),
+    "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
+}
 """Each family's flow module and what it does; the flow has the module's own name."""
 
 COMMANDS: dict[str, tuple[str, str]] = {

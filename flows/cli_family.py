@@ -31,6 +31,8 @@ from stages.errors import StageError
 HELP_OPTIONS = {"-h", "--help"}
 VERBOSE_OPTION = "--verbose"
 OWN_OPTIONS = {"json", "verbose"}
+UNCHECKED = {"vae_tiling", "embed_settings", "on_truncate", "fresh"}
+"""Arguments of every flow that have no wrong values left once they are parsed."""
 
 
 def run_family(name: str, module_name: str, arguments: list[str]) -> int:
@@ -58,8 +60,7 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
         module = importlib.import_module(module_name)
         options = _parse(name, _function(module), arguments)
         values = {key: value for key, value in vars(options).items() if key not in OWN_OPTIONS}
-        checked = inspect.signature(module.check).parameters
-        module.check(**{key: value for key, value in values.items() if key in checked})
+        module.check(**{key: value for key, value in values.items() if key not in UNCHECKED})
         with _connected(starting.wait(), announced):
             code, was_all_found = _run(module, options.json, values)
     finally:

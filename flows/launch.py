@@ -35,7 +35,7 @@ class Launcher:
     Args:
         method: `forkserver`, or `spawn` for a new interpreter per process.
         preload: What the fork server imports, as `module` or `module:name`; None for what all
-            stages need, and the family of the first run besides.
+            stages need, and the families that are expected besides.
         environ: Added to the environment of every process made here. The rest of it, and
             the working folder, are this process's at the time of this call.
 
@@ -54,7 +54,8 @@ class Launcher:
         self.method = method
         self.num_processes_started: Counter[str] = Counter()
         self._preload = preload
-        self._lock = threading.Lock()  # guards _server, method and the counter
+        self._families: list[str] = []
+        self._lock = threading.Lock()  # guards _server, _families, method and the counter
         self._server: ForkServer | None = None
         self._is_closed = False
         self._spawner = Spawner(environ or {})
@@ -66,7 +67,7 @@ class Launcher:
         self.close()
 
     def expect(self, family: str) -> None:
-        """Say which family the stages will serve, for a fork server that is yet to start.
+        """Say that stages will serve a family, for a fork server that is yet to start.
 
         One that runs serves every family; what it did not import costs the stage's time.
 
@@ -74,13 +75,16 @@ class Launcher:
             RequestError: The family is unknown.
         """
         with self._lock:
-            if self._preload is None:
-                self._preload = preload_names(family)
+            if family not in self._families:
+                preload_names(family)
+                self._families.append(family)
 
     def start_fork_server(self) -> None:
         """Start the fork server unless it runs; returns at once, its imports go on beside."""
         with self._lock:
             if self.method == "forkserver" and self._server is None:
+                if self._preload is None:
+                    self._preload = preload_names(*self._families)
                 self._server = ForkServer(self._spawner.start, self._preload)
 
     def start(self, stage: str, logger: Logger, is_cancelled: Callable[[], bool]) -> StageProcess:

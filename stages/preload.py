@@ -6,20 +6,20 @@ from stages import worker
 from stages.families import family_named
 
 
-def preload_names(family: str | None = None) -> tuple[str, ...]:
-    """What every stage needs, and what the stages of one family need besides.
+def preload_names(*families: str) -> tuple[str, ...]:
+    """What every stage needs, and what the stages of some families need besides.
 
     Returns:
         `module` or `module:attribute`: libraries resolve their classes only when asked by name.
 
     Raises:
-        RequestError: The family is unknown.
+        RequestError: A family is unknown.
     """
     return (
         "torch",
         "safetensors.torch",
         "accelerate",
-        *(family_named(family).preload if family else ()),
+        *dict.fromkeys(name for each in families for name in family_named(each).preload),
         *worker.HANDLERS.values(),
         "ddo.lifecycle",
         "ddo.backend",

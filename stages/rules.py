@@ -12,7 +12,7 @@ import secrets
 
 from stages.contracts import MAX_SEED
 from stages.errors import RequestError
-from stages.size_rules import check_size, spatial_multiple, trained_edge, vae_scale, whole_number
+from stages.size_rules import check_size, spatial_multiple, vae_scale, whole_number
 from stages.text_rules import (
     MAX_PROMPT_CHARACTERS,
     check_prompt,
@@ -40,7 +40,6 @@ __all__ = [
     "escape_for_terminal",
     "expand_seeds",
     "spatial_multiple",
-    "trained_edge",
     "vae_scale",
 ]
 

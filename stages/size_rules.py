@@ -52,6 +52,20 @@ def vae_scale(vae: Mapping[str, Any]) -> int:
     )
 
 
+def trained_edge(vae: Mapping[str, Any], sized_by: Mapping[str, Any], edge: int) -> int:
+    """Pixels along an edge that a model was trained at.
+
+    Args:
+        sized_by: The configuration whose `sample_size` tells: the VAE's in pixels, any other
+            in latents.
+        edge: The answer where it does not tell.
+    """
+    size = sized_by.get("sample_size")
+    if not isinstance(size, int):
+        return edge
+    return size if sized_by is vae else size * vae_scale(vae)
+
+
 def _patch(denoiser: Mapping[str, Any]) -> int:
     """Latent elements along an edge of one token; 1 for UNets."""
     if isinstance(sizes := denoiser.get("all_patch_size"), list) and sizes:

@@ -10,6 +10,7 @@ from typing import Literal
 from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
+    "flux": "stages.families.flux:FAMILY",
     "z-image": "stages.families.z_image:FAMILY",
 }
 """Each family by its name, with where it is declared, as `module:name`."""

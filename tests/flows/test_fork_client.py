@@ -102,13 +102,16 @@ def test_the_fork_server_keeps_no_descriptor_of_its_children() -> None:
                 assert set(folder.iterdir()) == before
 
 
-def test_the_real_fork_server_imports_everything_and_touches_nothing() -> None:
-    """Its children have the libraries; it has no thread but one and no CUDA driver mapped."""
-    libraries = ["torch", "diffusers", "transformers.models.qwen3.modeling_qwen3"]
+@pytest.mark.parametrize(("family", "encoder"), [("z-image", "qwen3"), ("flux", "t5")])
+def test_the_real_fork_server_imports_everything_and_touches_nothing(
+    family: str, encoder: str
+) -> None:
+    """Its children have the family's libraries; it has one thread and no CUDA driver mapped."""
+    libraries = ["torch", "diffusers", f"transformers.models.{encoder}.modeling_{encoder}"]
     watcher = Watcher()
     pids = set()
     with Launcher(environ=ENVIRON) as launcher:
-        launcher.expect("z-image")
+        launcher.expect(family)
         for _ in range(2):
             with StageSession("encode", launcher, on_event=watcher) as session:
                 report = ask(session, "facts", libraries)

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from stages.families import FAMILIES
 from stages.versions import CODE_VERSIONS
 
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
     *("execute", "phases", "components", "codec", "handover", "borders"),
-    *("families/family", "families/z_image"),
+    "families/family",
+    *sorted(
+        {where.partition(":")[0].split(".", 1)[1].replace(".", "/") for where in FAMILIES.values()}
+    ),
 )
 SOURCES = {
     "inspect": ("inspect", "manifest"),

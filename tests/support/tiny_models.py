@@ -71,8 +71,14 @@ def z_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
     return _save(pipeline, directory, dtype)
 
 
-def flux(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a FLUX.1 model of about 0.5 MB; 64 x 64 pixels are 4 x 4 patches."""
+def flux(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    guidance_embeds: bool = True,
+) -> Path:
+    """Write a FLUX.1 model of 0.8 MB; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
     transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
@@ -84,7 +90,7 @@ def flux(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=[4, 4, 8],
-        guidance_embeds=True,
+        guidance_embeds=guidance_embeds,
     )
     pipeline = diffusers.FluxPipeline(
         transformer=transformer,
@@ -99,7 +105,7 @@ def flux(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write an SDXL model of about 1 MB; 64 x 64 pixels are 8 x 8 latents."""
+    """Write an SDXL model of 0.7 MB; 64 x 64 pixels are 8 x 8 latents."""
     torch.manual_seed(seed)
     unet = diffusers.UNet2DConditionModel(
         block_out_channels=(2, 4),
@@ -139,7 +145,7 @@ def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def sd3(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write an SD3 model of about 0.7 MB; 64 x 64 pixels are 4 x 4 patches."""
+    """Write an SD3 model of 2 MB; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
     transformer = diffusers.SD3Transformer2DModel(
         sample_size=8,
@@ -168,7 +174,7 @@ def sd3(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -
 
 
 def qwen_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a Qwen-Image model of about 0.6 MB; 64 x 64 pixels are 4 x 4 patches."""
+    """Write a Qwen-Image model of 2.5 MB; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
     transformer = diffusers.QwenImageTransformer2DModel(
         patch_size=2,
@@ -243,7 +249,7 @@ def flux2_klein(
     dtype: torch.dtype = torch.float32,
     is_distilled: bool = True,
 ) -> Path:
-    """Write a FLUX.2 Klein model of about 0.9 MB; 64 x 64 pixels are 4 x 4 patches."""
+    """Write a FLUX.2 Klein model of 0.6 MB; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
     transformer = diffusers.Flux2Transformer2DModel(
         patch_size=1,

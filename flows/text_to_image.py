@@ -1,0 +1,288 @@
+"""What every flow from text to pictures does: check its arguments, begin a run, save pictures.
+
+The flow itself, with its defaults and its phases in reading order, stands in the family's file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from prefect.runtime import flow_run
+
+from flows.cli_arguments import argument_texts
+from flows.model_settings import model_settings
+from flows.pictures import Picture, list_pictures, save_picture
+from flows.run import Run
+from flows.settings import RunSettings
+from stages import rules
+from stages.artifacts import ArtifactStore
+from stages.contracts import OffloadChoice, OffloadPreset, StageResult
+from stages.families import Family, family_named, require_model_of
+from stages.media import check_output_folder
+from stages.models import ModelDirectory, open_model, resolve_model
+from stages.offload_rules import choose_offload, without_effect
+from stages.size_rules import trained_edge
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TASK = "text-to-image"
+LONGEST_LABEL = 60  # characters
+
+ARGUMENTS = {
+    "prompt": "What to paint; several prompts make several pictures.",
+    "negative_prompt": "What to keep away from; takes a guidance scale over 1.",
+    "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th image of a prompt takes seed + n.",
+    "num_images": "Images per prompt.",
+    "height": "Pixels; by default what the model was trained for.",
+    "width": "Pixels; by default what the model was trained for.",
+    "num_inference_steps": "Denoising steps; by default what the model recommends.",
+    "guidance_scale": "Weight of the prompt against the negative prompt; 1 or less is off.",
+    "max_sequence_length": "Tokens of the prompt that are read.",
+    "model": "A model directory in diffusers layout.",
+    "dtype": "float32, bfloat16, float16, or auto for that of the model's files.",
+    "device": "cpu, cuda, cuda:N, or auto.",
+    "offload": "How weights share a GPU with the work; by default DDO_PRESET, else auto, which "
+    "streams a model's weights only if they do not fit.",
+    "device_budget": "Device memory for weights and work, such as 12GiB; by default what is free.",
+    "host_budget": "Host memory that may be pinned, such as 8GiB; by default three fifths of "
+    "what is available.",
+    "vae_tiling": "Decode in tiles, which takes less memory and changes pixels a little; auto "
+    "does so only when memory runs out.",
+    "output": "Folder for the pictures.",
+    "embed_settings": "Write the settings into each picture.",
+    "on_truncate": "warn or error when a prompt is longer than the text encoder reads.",
+    "fresh": "Compute everything anew, even what is already there.",
+}
+"""The arguments that mean the same in every family."""
+
+
+def documented(function: Callable[P, R]) -> Callable[P, R]:
+    """Complete a flow's docstring by the arguments that it leaves to `ARGUMENTS`.
+
+    Prefect's pages and the command line both read it.
+    """
+    own = argument_texts(function)
+    lines = (inspect.getdoc(function) or "").partition("Args:")[0].rstrip().splitlines()
+    texts = [
+        f"    {name}: {own.get(name) or ARGUMENTS[name]}"
+        for name in inspect.signature(function).parameters
+    ]
+    function.__doc__ = "\n".join([*lines, "", "Args:", *texts])
+    return function
+
+
+def run_name(family: str) -> Callable[[], str]:
+    """Names a flow run after its family and its first prompt."""
+
+    def named() -> str:
+        prompt = flow_run.parameters.get("prompt") or ""
+        return f"{family} {short(prompt if isinstance(prompt, str) else str(prompt[0]))}"
+
+    return named
+
+
+def short(prompt: str) -> str:
+    """A prompt for names, logs and displays: one line, no control characters."""
+    line = rules.escape_for_terminal(prompt)
+    return line if len(line) <= LONGEST_LABEL else f"{line[: LONGEST_LABEL - 1]}…"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The arguments of one run, checked, with every default filled in.
+
+    Attributes:
+        negative_prompt: None leaves it to the family what no negative prompt means.
+        guidance_scale: None where the model takes none.
+        max_sequence_length: None where the family has no such option.
+    """
+
+    family: Family
+    prompts: list[str]
+    negative_prompt: str | None
+    seeds: list[int]
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float | None
+    max_sequence_length: int | None
+    model: ModelDirectory
+    model_name: str
+    dtype: str
+    device: str
+    offload: OffloadChoice
+    folder: Path
+    warnings: tuple[str, ...]
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the denoiser is asked twice a step, with and without the prompt."""
+        return bool(self.family.guidance) and (self.guidance_scale or 0) > 1
+
+    @property
+    def pictures(self) -> list[tuple[int, int]]:
+        """Each picture's prompt, by its place, and its seed."""
+        return [(n, seed) for n in range(len(self.prompts)) for seed in self.seeds]
+
+    def label(self, n: int, seed: int) -> str:
+        """A picture for people."""
+        return f"seed {seed}, {short(self.prompts[n])}"
+
+
+def open_for(family: str, model: str) -> ModelDirectory:
+    """The checked model directory, of this family.
+
+    Raises:
+        ModelError: It is not whole, or belongs to another family.
+    """
+    opened = open_model(resolve_model(model))
+    require_model_of(family_named(family), opened.class_name, str(opened.directory))
+    return opened
+
+
+def check_job(
+    family: str,
+    opened: ModelDirectory,
+    *,
+    prompt: str | list[str],
+    negative_prompt: str | None = None,
+    seed: int | str = -1,
+    num_images: int = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    default_steps: int,
+    guidance_scale: float | None = None,
+    default_guidance: float | None,
+    max_sequence_length: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    output: str = "pictures",
+) -> Job:
+    """Check every argument, against the model's own configuration where it decides.
+
+    Args:
+        default_steps: Steps where neither the caller nor the model says how many.
+        default_guidance: The same for the guidance scale; None where the model takes none.
+
+    Raises:
+        RequestError: An argument cannot be used; the message says what can.
+
+    Loads no model and starts no process.
+    """
+    declared = family_named(family)
+    settings = RunSettings.from_env()
+    ArtifactStore(settings.store_url).check_writable()
+    own = model_settings(opened.directory)
+    configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
+    vae, denoiser = configs["vae"], configs[declared.denoiser]
+    trained_at = trained_edge(vae, configs[declared.sized_by], declared.edge)
+    height, width = rules.check_size(
+        trained_at if height is None else height,
+        trained_at if width is None else width,
+        rules.spatial_multiple(vae, denoiser),
+    )
+    if num_inference_steps is None:
+        num_inference_steps = own.get("num_inference_steps", default_steps)
+    device = settings.device if device == "auto" else rules.check_device_name(device)
+    idle = [without_effect(device, offload, device_budget, host_budget)]
+    if default_guidance is None and guidance_scale is not None:
+        idle.append(f"guidance_scale has no effect: {opened.directory.name} takes none")
+    if default_guidance is None:
+        guidance_scale = None
+    elif guidance_scale is None:
+        guidance_scale = own.get("guidance_scale", default_guidance)
+    if max_sequence_length is not None:
+        max_sequence_length = rules.check_token_limit(max_sequence_length, declared.max_tokens)
+    if guidance_scale is not None:
+        guidance_scale = rules.check_guidance(guidance_scale)
+    if negative_prompt is not None:
+        negative_prompt = rules.check_prompt(negative_prompt, "negative_prompt")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    return Job(
+        family=declared,
+        prompts=rules.check_prompts(prompts, negative_prompt or ""),
+        negative_prompt=negative_prompt,
+        seeds=rules.expand_seeds(rules.check_seed(seed), num_images),
+        height=height,
+        width=width,
+        num_inference_steps=rules.check_steps(num_inference_steps),
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        model=opened,
+        model_name=opened.directory.name,
+        dtype=rules.check_dtype(dtype, opened.components[declared.denoiser].file_dtype),
+        device=device,
+        offload=choose_offload(offload, device_budget, host_budget),
+        folder=check_output_folder(output),
+        warnings=(*opened.warnings, *(text for text in idle if text)),
+    )
+
+
+def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
+    """A run of a checked job; tells what of the arguments has no effect."""
+    run = Run(
+        family=job.family.name,
+        task=TASK,
+        model=job.model,
+        model_name=job.model_name,
+        dtype=job.dtype,
+        device=job.device,
+        fresh=fresh,
+        on_truncate=on_truncate,
+        offload=job.offload,
+        may_tile=vae_tiling != "off",
+        run_id=flow_run.id or "",
+    )
+    for warning in job.warnings:
+        run.display.warn(warning)
+    if job.negative_prompt and not job.is_guided:
+        run.display.warn(
+            f"negative_prompt has no effect at guidance_scale {job.guidance_scale:g}; set it over 1"
+        )
+    return run
+
+
+def save_pictures(
+    run: Run,
+    job: Job,
+    embeds: Sequence[StageResult],
+    latents: Sequence[StageResult],
+    images: Sequence[StageResult],
+    *,
+    embed_settings: bool,
+) -> list[Picture]:
+    """Save what a run has painted, and list it on the run's page.
+
+    Args:
+        embeds: One per prompt.
+        latents: One per picture.
+        images: One per picture.
+    """
+    pictures = [
+        save_picture(
+            run,
+            image,
+            folder=job.folder,
+            embed_settings=embed_settings,
+            prompt=job.prompts[n],
+            negative_prompt=(job.negative_prompt or "") if job.is_guided else "",
+            seed=seed,
+            num_inference_steps=job.num_inference_steps,
+            guidance_scale=1.0 if job.guidance_scale is None else job.guidance_scale,
+            height=job.height,
+            width=job.width,
+            stages={"encode": embeds[n], "denoise": latents[k], "decode": image},
+        )
+        for k, ((n, seed), image) in enumerate(zip(job.pictures, images, strict=True))
+    ]
+    list_pictures(pictures)
+    return pictures

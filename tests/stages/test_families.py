@@ -1,0 +1,184 @@
+"""Every family through the one phase engine: equal bits, whole and staged, alone and together."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stages.artifacts import ArtifactStore
+from stages.components import bind, renew_job_state
+from stages.contracts import StageContext, StageResult
+from stages.errors import ModelError
+from stages.families import FAMILIES, family_named, require_model_of
+from stages.handover import unpack
+from stages.manifest import Manifest
+from stages.phases import PHASES, Handover, run_phase, split
+from tests.support.chain import context, request, run_stage
+from tests.support.tiny_families import CASES, Case
+from tests.support.whole_run import run_whole
+
+DTYPES = [torch.float32, torch.bfloat16]
+TASK = "text-to-image"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Gives a family's tiny model, built once."""
+    root, built = tmp_path_factory.mktemp("tiny"), {}
+
+    def model_dir(case: Case) -> Path:
+        if case.name not in built:
+            built[case.name] = case.build(root / case.name)
+        return Path(built[case.name])
+
+    return model_dir
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def whole(case: Case, model_dir: Path, output_type: str, *, dtype: torch.dtype) -> Any:
+    every = {name: value for phase in case.options.values() for name, value in phase.items()}
+    return run_whole(
+        case.family,
+        model_dir,
+        {**every, "output_type": output_type},
+        seed=7,
+        dtype=dtype,
+        guidance=case.guidance,
+    )
+
+
+def stage(
+    case: Case, where: StageContext, name: str, *inputs: StageResult, **changes: Any
+) -> StageResult:
+    options = case.requests[name] | changes.pop("options", {})
+    if name == "denoise":
+        changes.setdefault("seed", 7)
+    return run_stage(request(name, options, *inputs, family=case.name, **changes), where)[0]
+
+
+def pixels(where: StageContext, result: StageResult) -> np.ndarray[Any, Any]:
+    png = ArtifactStore(where.store_url).read(result.artifacts["image-0"])
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+def test_every_family_has_a_case_here() -> None:
+    assert set(CASES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_phases_in_sequence_equal_the_unsplit_pipeline(
+    case: Case, tiny: Any, dtype: torch.dtype
+) -> None:
+    graph, handed, model_dir = split(case.family, TASK), Handover(), tiny(case)
+    options = case.options | {"decode": {"output_type": "pt"}}
+    for phase in PHASES:
+        pipe = bind(graph, phase, model_dir, dtype=dtype, device="cpu")
+        renew_job_state(pipe, case.guidance)
+        seed = 7 if phase == "denoise" else None
+        handed = run_phase(graph, phase, pipe, options[phase], handed, seed=seed)
+    staged = handed.values[case.family.output]
+    assert staged.shape == (1, 3, 64, 64)
+    assert torch.equal(whole(case, model_dir, "pt", dtype=dtype), staged)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stages_through_artifacts_equal_the_unsplit_pipeline(
+    case: Case, tiny: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    where, name = context(tiny(case), tmp_path), str(dtype).removeprefix("torch.")
+    embeds = stage(case, where, "encode", dtype=name)
+    latents = stage(case, where, "denoise", embeds, dtype=name)
+    image = stage(case, where, "decode", latents, dtype=name)
+    expected = whole(case, tiny(case), "pil", dtype=dtype)[0]
+    assert np.array_equal(pixels(where, image), np.asarray(expected))
+
+
+def test_a_job_in_a_batch_has_the_bits_it_has_alone(case: Case, tiny: Any, tmp_path: Path) -> None:
+    """One process does a batch's requests one by one; nothing of one is left in the next."""
+    where = context(tiny(case), tmp_path)
+    embeds = stage(case, where, "encode")
+    alone = stage(case, where, "denoise", embeds, seed=3)
+    other = stage(case, where, "denoise", embeds, seed=4, options={"num_inference_steps": 5})
+    assert other.only() != alone.only()
+    assert stage(case, where, "denoise", embeds, seed=3) == alone
+    stage(case, where, "encode", options={"prompt": "a robot"})
+    assert stage(case, where, "encode") == embeds
+
+
+def test_phases_load_only_what_they_compute_with(case: Case, tiny: Any) -> None:
+    graph = split(case.family, TASK)
+    loaded = {
+        phase: {
+            name
+            for name, part in bind(
+                graph, phase, tiny(case), dtype=torch.float32, device="cpu"
+            ).components.items()
+            if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
+        }
+        for phase in PHASES
+    }
+    assert loaded == case.loads
+
+
+def test_inspect_finds_a_familys_files_whole(case: Case, tiny: Any, tmp_path: Path) -> None:
+    where = context(tiny(case), tmp_path)
+    result = run_stage(request("inspect", {}, family=case.name), where)[0]
+    manifest = Manifest.model_validate_json(ArtifactStore(where.store_url).read(result.only()))
+    weighty = set(manifest.num_parameters)
+    assert {
+        phase: set(facts.components) & weighty for phase, facts in manifest.phases.items()
+    } == case.loads
+    taken = {phase: set(facts.options) for phase, facts in manifest.phases.items()}
+    assert all(set(case.options[phase]) <= taken[phase] for phase in PHASES)
+
+
+def test_a_model_that_moved_and_has_only_variant_weights_makes_the_same_bits(
+    case: Case, tiny: Any, tmp_path: Path
+) -> None:
+    """In a folder with spaces and letters of another script, behind links."""
+    here = context(tiny(case), tmp_path / "here")
+    moved = Path(shutil.copytree(tiny(case), tmp_path / "модель two"))
+    for weights in moved.glob("*/*.safetensors"):
+        behind = weights.rename(tmp_path / f"{weights.parent.name}.safetensors")
+        weights.with_name(f"{weights.stem}.fp16.safetensors").symlink_to(behind)
+    there = context(moved, tmp_path / "there")
+    made = []
+    for where in (here, there):
+        embeds = stage(case, where, "encode")
+        latents = stage(case, where, "denoise", embeds)
+        made.append([embeds, latents, stage(case, where, "decode", latents)])
+    assert made[0] == made[1]
+
+
+def test_what_each_encoder_does_not_read_is_told(case: Case, tiny: Any, tmp_path: Path) -> None:
+    where = context(tiny(case), tmp_path)
+    long = {"prompt": "red fox " * 100 + "hedgehog"}
+    embeds = stage(case, where, "encode", options=long)
+    facts = unpack(ArtifactStore(where.store_url).path(embeds.only())).facts
+    cut = {use["encoder"]: use for use in facts["tokens"] if use["prompt"] == "prompt"}
+    assert set(cut) == {reading.encoder for reading in case.family.tokenizers.values()}
+    for use in cut.values():
+        assert use["tokens_used"] < use["tokens_total"]
+        assert use["dropped_text"].endswith("hedgehog")
+
+
+def test_a_family_refuses_the_model_of_another_one(case: Case, tiny: Any) -> None:
+    others = [family_named(name) for name in FAMILIES if name != case.name]
+    for family in others:
+        if set(family.models) & set(case.family.models):
+            continue
+        with pytest.raises(ModelError, match=rf"but {family.name} takes .*one of {case.name}"):
+            require_model_of(family, case.family.models[0], str(tiny(case)))
+    with pytest.raises(ModelError, match="no family here takes it"):
+        require_model_of(case.family, "StableAudioPipeline", "somewhere")
