@@ -336,6 +336,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "tpu"}, "tpu"),
     ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ({"max_sequence_length": 0}, "0"),
+    ({"output": "/dev/null"}, "/dev/null"),
     ({"device_budget": "twelve"}, "device_budget: 'twelve' is no amount of memory"),
     ({"host_budget": 0}, "host_budget: 0 is 0 bytes"),
     ({"offload": "fast"}, "allowed are auto, resident, stream, low_memory, group, off"),

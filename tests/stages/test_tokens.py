@@ -94,3 +94,15 @@ def test_thinking_is_turned_off_where_the_pipeline_turns_it_off(tokenizer: Any) 
         for template in (CHAT, CHAT_WITHOUT_THINKING)
     ]
     assert lengths[0] > lengths[1]
+
+
+def test_the_sentence_shows_invisible_marks_as_escapes() -> None:
+    found = TokenUse(
+        prompt="prompt",
+        encoder="text_encoder",
+        tokens_total=70,
+        tokens_used=64,
+        dropped_text="a\u200f\u061c\ufeffb\x1b[31m",
+    )
+    text = truncation_sentence(found.as_json())
+    assert text.endswith(r"dropped: 'a\u200f\u061c\ufeffb\x1b[31m'")
