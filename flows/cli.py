@@ -21,6 +21,7 @@ from stages.errors import StageError
 FAMILIES = {
     "z-image": ("flows.z_image", "paint pictures with a Z-Image model"),
     "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
+    "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,16 @@ FAINT_CONTRAST = 0.02
 """Share of the full range below which all of a picture looks the same on most screens."""
 
 
-def check_border(stage: str, values: Mapping[str, Any], *, where: str = "") -> None:
+def check_border(
+    stage: str, values: Mapping[str, Any], *, where: str = "", constants: Collection[str] = ()
+) -> None:
     """Refuse tensors that cannot be the result of a healthy stage.
 
     Args:
         stage: Named in the error.
         values: Any nesting of tensors; integer and bool tensors (ids, masks) pass.
         where: Adds a place to the error, such as a step.
+        constants: Values of `values` that may be all one number.
 
     Raises:
         BorderError: A value is NaN or infinite, or a tensor of several values is constant;
@@ -40,7 +43,7 @@ def check_border(stage: str, values: Mapping[str, Any], *, where: str = "") -> N
                 f"({share:.3g} %); try dtype float32, another attention backend or other weights"
             )
         low, high = (float(item) for item in tensor.aminmax())
-        if tensor.numel() > 1 and low == high:
+        if tensor.numel() > 1 and low == high and name not in constants:
             raise BorderError(
                 f"{place} is constant: all {tensor.numel()} values are {low:g}; "
                 "the model or its input is broken"

@@ -34,6 +34,8 @@ def prepare(graph: Graph, phase: str, model_dir: Path, *, dtype: torch.dtype) ->
     pipe = graph.pipeline_class(blocks=graph.phases[phase], pretrained_model_name_or_path=source)
     for name in whole.config_component_names:  # rule 2
         setattr(pipe, name, getattr(whole, name))
+    for name in graph.family.lent.get(phase, ()):
+        pipe._component_specs.pop(name, None)
     for name, stand_in in stand_ins(whole, pipe, model_dir).items():  # rule 3
         setattr(pipe, name, stand_in.to(dtype))
     pipe.set_progress_bar_config(disable=True)

@@ -104,7 +104,11 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
             handed.generator_state = opened.handover.generator_state
         facts[role] = opened.facts
         held = {**opened.handover.values, **opened.handover.groups}
-        check_border(request.stage, {f"input {name}": value for name, value in held.items()})
+        check_border(
+            request.stage,
+            {f"input {name}": value for name, value in held.items()},
+            constants=[f"input {name}" for name in family.constants],
+        )
     return Job(
         request=request,
         context=context,
@@ -172,7 +176,8 @@ def run_job(job: Job, pipe: Any) -> Handover:
         made = run_phase(job.graph, request.stage, pipe, job.options, job.handed, seed=request.seed)
         if job.context.device.startswith("cuda"):
             torch.cuda.synchronize(job.context.device)
-        check_border(request.stage, {**made.values, **made.groups})
+        held = {**made.values, **made.groups}
+        check_border(request.stage, held, constants=job.family.constants)
     _require_same_files(job)  # weights were read from them until now
     return made
 

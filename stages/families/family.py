@@ -11,6 +11,7 @@ from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
     "flux": "stages.families.flux:FAMILY",
+    "sdxl": "stages.families.sdxl:FAMILY",
     "z-image": "stages.families.z_image:FAMILY",
 }
 """Each family by its name, with where it is declared, as `module:name`."""

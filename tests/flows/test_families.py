@@ -20,7 +20,11 @@ from flows.cli_arguments import argument_texts
 from stages.errors import ModelError, RequestError
 from tests.support.tiny_families import CASES, PROMPT, Case
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = [
+    pytest.mark.usefixtures("prefect_server"),
+    # diffusers' Euler scheduler, in the whole run that flows are compared with
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 NEW = [name for name in sorted(CASES) if name != "z-image"]  # test_z_image.py has that one
 

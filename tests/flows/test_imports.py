@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-MODULES = ["flows.cli", "flows.cli_family", "flows.cli_artifacts", "flows.run", "flows.z_image"]
+MODULES = [
+    "flows.cli",
+    "flows.cli_family",
+    "flows.cli_artifacts",
+    "flows.run",
+    "flows.z_image",
+    "flows.flux",
+    "flows.sdxl",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from PIL import Image
 from stages.artifacts import ArtifactStore
 from stages.components import bind, renew_job_state
 from stages.contracts import StageContext, StageResult
-from stages.errors import ModelError
+from stages.errors import BorderError, ModelError
 from stages.families import FAMILIES, family_named, require_model_of
-from stages.handover import unpack
+from stages.handover import pack, unpack
 from stages.manifest import Manifest
 from stages.phases import PHASES, Handover, run_phase, split
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_families import CASES, Case
 from tests.support.whole_run import run_whole
+
+# diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TASK = "text-to-image"
@@ -182,3 +186,32 @@ def test_a_family_refuses_the_model_of_another_one(case: Case, tiny: Any) -> Non
             require_model_of(family, case.family.models[0], str(tiny(case)))
     with pytest.raises(ModelError, match="no family here takes it"):
         require_model_of(case.family, "StableAudioPipeline", "somewhere")
+
+
+def test_no_negative_prompt_is_zeros_where_the_model_was_trained_so(
+    tiny: Any, tmp_path: Path
+) -> None:
+    """All zeros would be refused anywhere else."""
+    case = replace(CASES["sdxl"], text={})
+    where = context(tiny(case), tmp_path)
+    embeds = stage(case, where, "encode")
+    held = unpack(ArtifactStore(where.store_url).path(embeds.only())).handover.values
+    assert not held["negative_prompt_embeds"].any()
+    image = stage(case, where, "decode", stage(case, where, "denoise", embeds))
+    expected = whole(case, tiny(case), "pil", dtype=torch.float32)[0]
+    assert np.array_equal(pixels(where, image), np.asarray(expected))
+    empty = stage(replace(case, text={"negative_prompt": ""}), where, "encode")
+    assert empty != embeds
+
+
+def test_a_positive_embedding_of_zeros_is_refused_all_the_same(tiny: Any, tmp_path: Path) -> None:
+    case = CASES["sdxl"]
+    where = context(tiny(case), tmp_path)
+    embeds = stage(case, where, "encode")
+    store = ArtifactStore(where.store_url)
+    held = unpack(store.path(embeds.only()))
+    held.handover.values["prompt_embeds"].zero_()
+    ref = store.put(pack("encode", held.handover, held.facts))
+    spoiled = StageResult(stage="encode", artifacts={"prompt_embeds": ref})
+    with pytest.raises(BorderError, match="input prompt_embeds .* is constant"):
+        stage(case, where, "denoise", spoiled)

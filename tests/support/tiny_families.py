@@ -82,5 +82,16 @@ CASES = {
                 "decode": {"vae"},
             },
         ),
+        Case(
+            name="sdxl",
+            build=tiny_models.sdxl,
+            text={"negative_prompt": "blurry"},
+            scale=5.0,
+            loads={
+                "encode": {"text_encoder", "text_encoder_2"},
+                "denoise": {"unet"},
+                "decode": {"vae"},
+            },
+        ),
     )
 }
