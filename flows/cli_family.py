@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,7 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
     finally:
         if launcher is not None:
             launcher.close()
-    if was_all_found:
-        hint.parent.mkdir(parents=True, exist_ok=True)
-        hint.touch()
-    else:
-        hint.unlink(missing_ok=True)
+    _keep_hint(hint, was_all_found)
     return code
 
 
@@ -178,3 +174,13 @@ def _hint(home: Path, name: str, arguments: list[str]) -> Path:
     """A file that exists when the last run of this very command line computed nothing."""
     line = json.dumps([name, *arguments, str(Path.cwd())])
     return home / "hints" / hashlib.sha256(line.encode()).hexdigest()[:32]
+
+
+def _keep_hint(hint: Path, was_all_found: bool) -> None:
+    """Leave or remove the hint. A home that cannot be written costs the next run its head start."""
+    with suppress(OSError):
+        if was_all_found:
+            hint.parent.mkdir(parents=True, exist_ok=True)
+            hint.touch()
+        else:
+            hint.unlink(missing_ok=True)

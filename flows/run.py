@@ -133,7 +133,7 @@ class Run:
         model_name: For people and picture settings.
         dtype: Compute dtype by torch name.
         device: `cpu`, `cuda` or `cuda:N`.
-        fresh: Compute every stage anew, whatever the store holds.
+        fresh: Compute every stage anew, whatever the store holds, from files read anew.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models share a GPU with the work; no part of any request.
         may_tile: Whether a decode that ran out of memory is done again in tiles.
@@ -174,6 +174,7 @@ class Run:
             }
         )
         self._num_reports = 0
+        self._verified: set[str] = set()
         shared_launcher(settings.launch).expect(family)
 
     @contextmanager
@@ -204,7 +205,7 @@ class Run:
         options: Mapping[str, Any],
     ) -> StageRequest:
         """The request that says all that determines this stage's output."""
-        home, parts = self.settings.home.root, self.model.components
+        parts = self.model.components
         configs = {name: part.config_digest for name, part in parts.items()}
         configs["model_index"] = self.model.index_digest
         components: dict[str, str] = {}
@@ -212,7 +213,7 @@ class Run:
             components = {name: part.header_digest for name, part in parts.items()}
         else:
             names = self.manifest.phases[stage].components
-            components = {name: parts[name].fingerprint(home) for name in names}
+            components = {name: self._fingerprint(name) for name in names}
         return StageRequest(
             stage=stage,
             code_version=CODE_VERSIONS[stage],
@@ -247,8 +248,17 @@ class Run:
 
     def model_hashes(self) -> dict[str, str]:
         """Full fingerprint of each component that has weights or files of its own."""
-        home = self.settings.home.root
-        return {name: each.fingerprint(home) for name, each in self.model.components.items()}
+        return {name: self._fingerprint(name) for name in self.model.components}
+
+    def _fingerprint(self, name: str) -> str:
+        """A component's fingerprint; a fresh run reads its files once, seemingly unchanged or not.
+
+        What a disk or a network hides of a change shows in the content alone.
+        """
+        verify = self.fresh and name not in self._verified
+        found = self.model.components[name].fingerprint(self.settings.home.root, verify=verify)
+        self._verified.add(name)
+        return found
 
     def keep_report(self, request: StageRequest, report: dict[str, Any]) -> None:
         """Write a stage's report where `exeunt report` finds it; a disk that cannot is no error."""

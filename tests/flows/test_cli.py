@@ -181,3 +181,16 @@ def test_the_live_display_draws_without_a_terminal_too() -> None:
         tell_everything(live)
     assert "denoise" in told.text and "1 cached" in told.text
     assert "\x1b[31m" not in told.text
+
+
+def test_a_hint_that_cannot_be_kept_does_not_matter(tmp_path: Path) -> None:
+    from flows.cli_family import _keep_hint
+
+    kept = tmp_path / "hints" / "a"
+    for was_all_found in (True, False):
+        _keep_hint(kept, was_all_found)
+        assert kept.exists() == was_all_found
+    (tmp_path / "file").touch()
+    for was_all_found in (True, False):
+        _keep_hint(tmp_path / "file" / "hints" / "a", was_all_found)
+    assert not (tmp_path / "file").is_dir()

@@ -160,6 +160,29 @@ def test_a_weight_file_changed_under_the_same_name_runs_what_depends_on_it(
     assert studio.paint().ran == runs
 
 
+def test_a_fresh_run_notices_what_the_disk_hides(studio: Studio, tmp_path: Path) -> None:
+    """Weights rot, or a network's disk tells old times: only their content shows it."""
+    import shutil
+
+    from stages.file_writes import stat_key
+
+    studio.model = Path(shutil.copytree(studio.model, tmp_path / "rotting"))
+    studio.paint()
+    weights = studio.model / "vae" / "diffusion_pytorch_model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xff")
+    for memory in (studio.home / "fingerprints").iterdir():
+        document = json.loads(memory.read_text())
+        if document["path"] == str(weights):
+            document["stat"] = [*stat_key(weights.stat())]  # as if nothing had changed
+            memory.write_text(json.dumps(document))
+    assert studio.paint().ran == {}
+    assert studio.paint(fresh=True).ran["decode"] == 1
+    assert studio.paint().ran == {}
+    assert len(list((studio.home / "store" / "records" / "decode").rglob("*.json"))) == 2
+
+
 def object_of(studio: Studio, ref: ArtifactRef) -> Path:
     return studio.home / "store" / "objects" / "sha256" / ref.digest[:2] / ref.digest
 
