@@ -22,6 +22,7 @@ FAMILIES = {
     "z-image": ("flows.z_image", "paint pictures with a Z-Image model"),
     "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
+    "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 

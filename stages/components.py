@@ -36,10 +36,19 @@ def prepare(graph: Graph, phase: str, model_dir: Path, *, dtype: torch.dtype) ->
         setattr(pipe, name, getattr(whole, name))
     for name in graph.family.lent.get(phase, ()):
         pipe._component_specs.pop(name, None)
+    for name in _left_out(graph, model_dir) & set(pipe._component_specs):
+        pipe._component_specs[name].pretrained_model_name_or_path = None
     for name, stand_in in stand_ins(whole, pipe, model_dir).items():  # rule 3
         setattr(pipe, name, stand_in.to(dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _left_out(graph: Graph, model_dir: Path) -> set[str]:
+    """Optional components of the family that this model does not have."""
+    if not graph.family.optional:
+        return set()
+    return set(graph.family.optional) - set(open_model(model_dir).components)
 
 
 def load(graph: Graph, pipe: Any, names: list[str], model_dir: Path, *, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.components import load
+from stages.components import component_names, load
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import RequestError
 from stages.execute import (
@@ -54,7 +54,9 @@ def run(
 def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int | None]:
     pipe = prepared_pipe(job)
     family = job.family
-    missing = [name for name in family.tokenizers if getattr(pipe, name, None) is None]
+    there = set(component_names(pipe))  # a model may lack one of its family's text encoders
+    readings = {name: each for name, each in family.tokenizers.items() if name in there}
+    missing = [name for name in readings if getattr(pipe, name, None) is None]
     if missing:
         with job.tracker.host_phase("load_tokenizers"):
             load(job.graph, pipe, missing, job.model_dir, dtype=job.dtype)
@@ -64,7 +66,7 @@ def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int | None]:
         prompts.pop("negative_prompt", None)
     uses = [
         token_use(getattr(pipe, tokenizer), text, reading, prompt=name, limit=limit)
-        for tokenizer, reading in family.tokenizers.items()
+        for tokenizer, reading in readings.items()
         for name, text in prompts.items()
     ]
     return uses, limit

@@ -11,6 +11,7 @@ from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
     "flux": "stages.families.flux:FAMILY",
+    "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
     "z-image": "stages.families.z_image:FAMILY",
 }
@@ -65,6 +66,7 @@ class Family:
         carried: Tensors that the denoising loop carries from step to step.
         constants: Values that may be all one number without being wrong.
         lent: Phase -> components whose configuration is enough there.
+        optional: Components that a model may do without.
         dtypes: Component -> dtype, where it is not the dtype of the request.
         preload: What a fork server imports for this family, as `module:name`.
     """
@@ -84,6 +86,7 @@ class Family:
     carried: tuple[str, ...] = ("latents",)
     constants: tuple[str, ...] = ()
     lent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
 

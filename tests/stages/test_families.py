@@ -21,6 +21,7 @@ from stages.families import FAMILIES, family_named, require_model_of
 from stages.handover import pack, unpack
 from stages.manifest import Manifest
 from stages.phases import PHASES, Handover, run_phase, split
+from tests.support import tiny_models
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_families import CASES, Case
 from tests.support.whole_run import run_whole
@@ -213,5 +214,18 @@ def test_a_positive_embedding_of_zeros_is_refused_all_the_same(tiny: Any, tmp_pa
     held.handover.values["prompt_embeds"].zero_()
     ref = store.put(pack("encode", held.handover, held.facts))
     spoiled = StageResult(stage="encode", artifacts={"prompt_embeds": ref})
-    with pytest.raises(BorderError, match="input prompt_embeds .* is constant"):
+    with pytest.raises(BorderError, match=r"input prompt_embeds .* is constant"):
         stage(case, where, "denoise", spoiled)
+
+
+def test_a_model_without_its_optional_text_encoder_is_as_good(tmp_path: Path) -> None:
+    case = CASES["sd3"]
+    model_dir = tiny_models.sd3(tmp_path / "model", has_t5=False)
+    where = context(model_dir, tmp_path)
+    run_stage(request("inspect", {}, family="sd3"), where)
+    embeds = stage(case, where, "encode")
+    image = stage(case, where, "decode", stage(case, where, "denoise", embeds))
+    expected = whole(case, model_dir, "pil", dtype=torch.float32)[0]
+    assert np.array_equal(pixels(where, image), np.asarray(expected))
+    facts = unpack(ArtifactStore(where.store_url).path(embeds.only())).facts
+    assert {use["encoder"] for use in facts["tokens"]} == {"text_encoder", "text_encoder_2"}

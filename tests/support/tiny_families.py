@@ -93,5 +93,16 @@ CASES = {
                 "decode": {"vae"},
             },
         ),
+        Case(
+            name="sd3",
+            build=tiny_models.sd3,
+            text={"negative_prompt": "blurry", "max_sequence_length": 32},
+            scale=7.0,
+            loads={
+                "encode": {"text_encoder", "text_encoder_2", "text_encoder_3"},
+                "denoise": {"transformer"},
+                "decode": {"vae"},
+            },
+        ),
     )
 }

@@ -144,8 +144,10 @@ def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
     return _save(pipeline, directory, dtype)
 
 
-def sd3(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write an SD3 model of 2 MB; 64 x 64 pixels are 4 x 4 patches."""
+def sd3(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, has_t5: bool = True
+) -> Path:
+    """Write an SD3 model of 2 MB, less without T5; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
     transformer = diffusers.SD3Transformer2DModel(
         sample_size=8,
@@ -167,8 +169,8 @@ def sd3(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -
         tokenizer=clip_tokenizer(),
         text_encoder_2=transformers.CLIPTextModelWithProjection(_clip_config()),
         tokenizer_2=clip_tokenizer(),
-        text_encoder_3=transformers.T5EncoderModel(_t5_config()),
-        tokenizer_3=t5_tokenizer(),
+        text_encoder_3=transformers.T5EncoderModel(_t5_config()) if has_t5 else None,
+        tokenizer_3=t5_tokenizer() if has_t5 else None,
     )
     return _save(pipeline, directory, dtype)
 
