@@ -161,7 +161,8 @@ class ReaderThreads:
             try:
                 self._move(chunk, buffer)
             except Exception as error:
-                failure = error
+                # Its frames hold device memory, and whoever waits will have frames of his own.
+                failure = error.with_traceback(None)
             self._free.put(buffer)
             chunk.transfer.end_chunk(failure)
 

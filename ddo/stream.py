@@ -8,9 +8,11 @@ gets the right values on the CPU, and an error about devices on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from ddo.planning import OffloadPlan
 from ddo.profile import Recorder
 from ddo.sizes import show_nbytes
 from ddo.transfer import Backend, Fence, HostCopy, Ring, RingBlock, RingCounters
+from ddo.weight_files import SourceError
 
 # Residents share allocations of about this size: torch rounds each of its own up by as much as
 # 2 MiB, and what one change of the plan gives back should not be everything.
@@ -38,6 +41,7 @@ class _Chunk:
     blocks: tuple[int, ...]
     memory: Tensor
     ready: Fence
+    prepared: Any = None  # the copies, until they are known to be done
 
 
 class Streamer:
@@ -90,15 +94,13 @@ class Streamer:
             self._drop_ring()
             self._keep_chunks(set(resident))
             try:
-                phase = self._metrics.setup.phase
-                there = {number for chunk in self._chunks for number in chunk.blocks}
-                with phase("register"):
-                    self._pin(list(places), [n for n in resident if n not in there])
                 with torch.inference_mode(False):
-                    with phase("make_ring"):
+                    there = {number for chunk in self._chunks for number in chunk.blocks}
+                    self._pin_and_upload(list(places), [n for n in resident if n not in there])
+                    with self._metrics.setup.phase("make_ring"):
                         self._make_ring(plan.ring_bytes, places, order)
-                    with phase("first_fill"):
-                        self._upload(resident)
+                    with self._metrics.setup.phase("first_fill"):
+                        self._bind_uploaded()
             except BaseException:
                 self.clear()
                 raise
@@ -143,23 +145,46 @@ class Streamer:
         if self._ring is not None:
             self._ring.begin_step()
 
-    def _pin(self, streamed: Sequence[int], resident: Sequence[int]) -> None:
-        """Pin what streams, then what is uploaded once; all at once where the budget has both.
+    def _pin_and_upload(self, streamed: Sequence[int], resident: Sequence[int]) -> None:
+        """Pin what streams and what is uploaded once, and begin to upload.
 
-        Neighbours in a file are one registration then, instead of one for each block.
+        Where the host budget has both, file by file: neighbours in a file are one registration
+        then, and the device copies out of one file while the next is registered.
         """
-        first, then = (
-            [copy.memory for number in numbers for copy in self._blocks[number].copies]
-            for numbers in (streamed, resident)
-        )
+        phase = self._metrics.setup.phase
         pins = getattr(self._backend, "pins", None)
-        if pins is None or sum(m.numel() for m in (*first, *then)) <= pins.left_bytes:
-            self._backend.pin([*first, *then])
+        first, then = self._memories(streamed), self._memories(resident)
+        if pins is not None and sum(m.numel() for m in (*first, *then)) > pins.left_bytes:
+            with phase("register"):
+                self._backend.pin(first)
+                self._backend.pin(then, keep=first)
+            with phase("first_fill"):
+                self._upload(resident)
         else:
-            self._backend.pin(first)
-            self._backend.pin(then, keep=first)
+            stays = set(resident)
+            for numbers in self._by_file([*streamed, *resident]):
+                with phase("register"):
+                    self._backend.pin(self._memories(numbers))
+                with phase("first_fill"):
+                    self._upload([number for number in numbers if number in stays])
         if pins is not None:
             self._tell_slow_tiers(pins.counters)
+
+    def _memories(self, numbers: Sequence[int]) -> list[Tensor]:
+        return [copy.memory for number in numbers for copy in self._blocks[number].copies]
+
+    def _by_file(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Blocks of one file each; those of several files, or of none, are together and last."""
+        groups: dict[int, list[int]] = {}
+        others: list[int] = []
+        for number in numbers:
+            storages = {m.untyped_storage().data_ptr() for m in self._memories([number])}
+            is_mapped = all(member.is_mapped for member in self._blocks[number].members)
+            if is_mapped and len(storages) == 1:
+                groups.setdefault(storages.pop(), []).append(number)
+            else:
+                others.append(number)
+        return [*groups.values(), others] if others else list(groups.values())
 
     def _tell_slow_tiers(self, counters: PinCounters) -> None:
         slow = counters.staged_bytes + counters.pageable_bytes
@@ -189,13 +214,9 @@ class Streamer:
         self._ring_numbers = numbers
         self._ring.prefetch()
 
-    def _upload(self, resident: Sequence[int]) -> None:
-        """Bring residents to the device, in chunks, and bind them."""
-        there = {number for chunk in self._chunks for number in chunk.blocks}
-        wanted = [number for number in resident if number not in there]
-        if not wanted:
-            return
-        for group in _groups([(n, self._blocks[n].nbytes) for n in wanted]):
+    def _upload(self, numbers: Sequence[int]) -> None:
+        """Begin to bring residents to the device, in chunks."""
+        for group in _groups([(n, self._blocks[n].nbytes) for n in numbers]):
             self._upload_chunk(group)
 
     def _upload_chunk(self, numbers: Sequence[int]) -> None:
@@ -209,13 +230,24 @@ class Streamer:
             for block, begin in zip(blocks, begins, strict=True)
             for copy in block.copies
         ]
-        self._backend.submit(self._backend.prepare(copies, memory), [free], ready)
-        self._chunks.append(_Chunk(tuple(numbers), memory, ready))
+        chunk = _Chunk(tuple(numbers), memory, ready, self._backend.prepare(copies, memory))
+        self._chunks.append(chunk)
+        self._backend.submit(chunk.prepared, [free], ready)
         self._metrics.uploaded_bytes += sum(copy.memory.numel() for copy in copies)
-        # Whatever stream or thread computes with residents need not know of this copy.
-        self._backend.synchronize(ready)
-        for block, begin in zip(blocks, begins, strict=True):
-            block.bind(block.views(memory[begin : begin + block.nbytes]))
+
+    def _bind_uploaded(self) -> None:
+        """Let blocks be used whose copies were begun, once these are done.
+
+        Whatever stream or thread computes with residents need not know of the copies.
+        """
+        for chunk in self._chunks:
+            if chunk.prepared is None:
+                continue
+            self._backend.synchronize(chunk.ready)
+            chunk.prepared = None
+            blocks = [self._blocks[number] for number in chunk.blocks]
+            for block, begin in zip(blocks, _begins(b.nbytes for b in blocks), strict=True):
+                block.bind(block.views(chunk.memory[begin : begin + block.nbytes]))
 
     def _drop_ring(self) -> None:
         if self._ring is None:
@@ -241,8 +273,9 @@ class Streamer:
             self._backend.record(used)
             self._backend.synchronize(used)
         for chunk in dropped:
-            self._backend.synchronize(chunk.ready)
             self._chunks.remove(chunk)
+            with suppress(SourceError):  # of bytes that nobody wants any more
+                self._backend.synchronize(chunk.ready)
             moved = self._move(chunk, resident)
             for number in chunk.blocks:
                 if moved is None or number not in moved.blocks:

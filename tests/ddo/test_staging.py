@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import gc
+import json
 import os
 import threading
 import time
@@ -13,6 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from safetensors.torch import save_file
 
 from ddo.host_pins import PAGE, HostPins, spread
 from ddo.host_sources import map_shared
@@ -147,6 +150,54 @@ def test_an_interrupt_while_waiting_for_a_thread_leaves_a_session_that_works(net
     assert_same(before, photograph(net))
 
 
+def test_a_file_that_changes_while_residents_are_read_leaves_the_module_as_it_was(tmp_path):
+    net = make_net(tmp_path, width=WIDTH)
+    before = photograph(net)
+    backend = StagedBackend(1, host_budget=40 * KIB, registers_files=False)
+    backend.gate = lambda: os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    with pytest.raises(SourceError, match="changed before byte"):
+        session_of(net, backend, budget=BUDGET).attach()
+    gc.collect()  # the frames of the error
+    assert backend.registrar.pages == {}
+    assert backend.allocated_bytes() == 0
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddo-reader")]
+    assert_same(before, photograph(net))
+
+
+def test_the_device_fills_out_of_one_file_while_the_next_is_registered(tmp_path):
+    """Each file is one registration, and nothing waits between them."""
+    net, folder = make_net(width=WIDTH), tmp_path / "sharded"
+    folder.mkdir()
+    save_sharded(net, folder)
+    net = load_net(folder, width=WIDTH)
+    expected = run(net)
+    backend = StagedBackend(1, host_budget=4000 * KIB)
+    events = []
+    pin, submit, synchronize = backend.pin, backend.submit, backend.synchronize
+    backend.pin = lambda *a, **k: (events.append("pin"), pin(*a, **k))
+    backend.submit = lambda *a: (events.append("submit"), submit(*a))
+    backend.synchronize = lambda fence: (events.append("wait"), synchronize(fence))
+    with session_of(net, backend, budget=BUDGET) as session:
+        first = events[: events.index("wait")]
+        assert first.count("pin") >= 2
+        assert "submit" in first[: len(first) - first[::-1].index("pin")]
+        assert len(backend.registrar.pages) >= 2
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert session.plan.mode == "stream"
+
+
+def save_sharded(net, folder):
+    """The weights in two files with an index."""
+    state = {k: v.contiguous() for k, v in net.state_dict().items() if k != "head.weight"}
+    names = sorted(state)
+    files = {name: f"model-0000{1 + (k % 2)}-of-00002.safetensors" for k, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({n: state[n] for n in names if files[n] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def test_a_session_that_fails_to_attach_ends_its_threads(net):
     before = photograph(net)
     backend, session = staged(net)
@@ -189,12 +240,12 @@ def test_a_signal_while_a_disk_hangs_gets_through(net):
         is_hanging.set()
         assert disk.wait(30)
 
-    def interrupt_when_somebody_waits():
-        assert is_hanging.wait(30)
-        waits = backend.pins.counters.num_staging_waits
-        while backend.pins.counters.num_staging_waits == waits:
+    def interrupt_when_somebody_waits(num_before):
+        for _ in range(20_000):
+            if is_hanging.is_set() and backend.pins.counters.num_staging_waits > num_before:
+                _thread.interrupt_main()
+                return
             time.sleep(0.001)
-        _thread.interrupt_main()
 
     with session, backend.reading():
         run(net)
@@ -203,7 +254,8 @@ def test_a_signal_while_a_disk_hangs_gets_through(net):
         run(net)  # what was read ahead is used up
         is_hanging.clear()
         disk.clear()
-        other = threading.Thread(target=interrupt_when_somebody_waits)
+        num_before = backend.pins.counters.num_staging_waits
+        other = threading.Thread(target=interrupt_when_somebody_waits, args=(num_before,))
         other.start()
         with pytest.raises(KeyboardInterrupt):
             for _ in range(3):
