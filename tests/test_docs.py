@@ -65,7 +65,9 @@ def test_every_link_between_pages_leads_somewhere() -> None:
 def test_the_reference_names_every_option_of_every_family() -> None:
     from flows.cli import COMMANDS, FAMILIES
 
-    text = (REPOSITORY / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    folder = REPOSITORY / "docs" / "reference"
+    pages = [folder / "command-line.md", folder / "families.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for name, (module_name, _) in FAMILIES.items():
         module = importlib.import_module(module_name)
         function = getattr(module, module_name.rpartition(".")[2]).fn
