@@ -23,6 +23,7 @@ FAMILIES = {
     "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
+    "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 

@@ -21,6 +21,7 @@ from stages.execute import Events, finish, open_job
 from stages.manifest import MANIFEST_TYPE, Manifest, PhaseFacts
 from stages.models import open_model
 from stages.phases import Graph
+from stages.weight_names import may_be_left_over, may_be_missing, shapes_as_loaded
 
 _NAMED = 3  # tensors named in an error
 
@@ -81,21 +82,19 @@ def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
     for name, component in sorted(open_model(model_dir).components.items()):
         if name not in names or not component.weight_files:
             continue
-        expected, tied = _expected_tensors(model_dir, name, component.library, component.class_name)
-        found = {
-            _strip(key, expected): tuple(shape) for key, shape in component.tensor_shapes().items()
-        }
-        _compare(f"component {name!r} of {model_dir}", expected, found, tied)
+        module = _built(model_dir, name, component.library, component.class_name)
+        expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+        tied = set(getattr(module, "_tied_weights_keys", None) or ())
+        found = shapes_as_loaded(module, component.tensor_shapes())
+        _compare(f"component {name!r} of {model_dir}", module, expected, found, tied)
         counted[name] = sum(
             torch.Size(shape).numel() for key, shape in expected.items() if key not in tied
         )
     return counted
 
 
-def _expected_tensors(
-    model_dir: Path, name: str, library: str, class_name: str
-) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Names and shapes a component's class wants, and those it can derive from others."""
+def _built(model_dir: Path, name: str, library: str, class_name: str) -> torch.nn.Module:
+    """A component built from its configuration, without weights."""
     import importlib
 
     from accelerate import init_empty_weights
@@ -104,26 +103,24 @@ def _expected_tensors(
     with init_empty_weights():
         if library == "transformers":
             config = kind.config_class.from_pretrained(model_dir / name, local_files_only=True)
-            module = kind(config)
+            built: torch.nn.Module = kind(config)
         else:
-            module = kind.from_config(kind.load_config(str(model_dir), subfolder=name))
-    tied = set(getattr(module, "_tied_weights_keys", None) or ())
-    return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}, tied
-
-
-def _strip(key: str, expected: Mapping[str, Any]) -> str:
-    """A bare encoder's name for a tensor that was saved with its language-model head."""
-    bare = key.removeprefix("model.")
-    return bare if key not in expected and bare in expected else key
+            built = kind.from_config(kind.load_config(str(model_dir), subfolder=name))
+    return built
 
 
 def _compare(
     where: str,
+    module: torch.nn.Module,
     expected: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[int, ...]],
     tied: set[str],
 ) -> None:
-    missing = [key for key in expected if key not in found and key not in tied]
+    missing = [
+        key
+        for key in expected
+        if key not in found and key not in tied and not may_be_missing(module, key)
+    ]
     if missing:
         raise ModelError(
             f"{where} lacks {len(missing)} of {len(expected)} tensors: {_some(missing)}; "
@@ -136,7 +133,13 @@ def _compare(
             f"{where}: tensor {key!r} is {found[key]} in its file but {expected[key]} by its "
             "config.json; the two belong to different models"
         )
-    extra = [key for key in found if key not in expected and not key.startswith("lm_head.")]
+    extra = [
+        key
+        for key in found
+        if key not in expected
+        and not key.startswith("lm_head.")
+        and not may_be_left_over(module, key)
+    ]
     if extra:
         raise ModelError(
             f"{where} holds {len(extra)} tensors that its config.json does not ask for: "

@@ -11,6 +11,7 @@ from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
     "flux": "stages.families.flux:FAMILY",
+    "qwen-image": "stages.families.qwen_image:FAMILY",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
     "z-image": "stages.families.z_image:FAMILY",

@@ -27,9 +27,9 @@ SHARED = (
     ),
 )
 SOURCES = {
-    "inspect": ("inspect", "manifest"),
+    "inspect": ("inspect", "manifest", "weight_names"),
     "encode": ("encode", "tokens"),
-    "denoise": ("denoise", "loop", "latents"),
+    "denoise": ("denoise", "loop", "latents", "checkpoints", "loop_state", "plain_values"),
     "decode": ("decode", "latents"),
 }
 

@@ -104,5 +104,13 @@ CASES = {
                 "decode": {"vae"},
             },
         ),
+        Case(
+            name="qwen-image",
+            build=tiny_models.qwen_image,
+            text={"negative_prompt": "blurry", "max_sequence_length": 32},
+            scale=4.0,
+            loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
+            trained_at=1024,
+        ),
     )
 }
