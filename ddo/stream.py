@@ -7,12 +7,8 @@ gets the right values on the CPU, and an error about devices on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from threading import RLock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,25 +19,13 @@ from ddo.metrics import Metrics
 from ddo.pin_counters import PinCounters
 from ddo.planning import OffloadPlan
 from ddo.profile import Recorder
+from ddo.residents import Residents
 from ddo.sizes import show_nbytes
-from ddo.transfer import Backend, Fence, HostCopy, Ring, RingBlock, RingCounters
-from ddo.weight_files import SourceError
-
-# Residents share allocations of about this size: torch rounds each of its own up by as much as
-# 2 MiB, and what one change of the plan gives back should not be everything.
-_CHUNK_BYTES = 256 << 20
+from ddo.transfer import Backend, Ring, RingBlock, RingCounters
 
 
 class GradientError(DdoError, RuntimeError):
     """A streamed weight would be kept for a backward pass, by which time others lie there."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    blocks: tuple[int, ...]
-    memory: Tensor
-    ready: Fence
-    prepared: Any = None  # the copies, until they are known to be done
 
 
 class Streamer:
@@ -53,7 +37,7 @@ class Streamer:
         self._blocks = list(blocks)
         self._metrics = metrics
         self._lock = RLock()
-        self._chunks: list[_Chunk] = []
+        self._residents = Residents(backend, blocks, metrics)
         self._ring: Ring | None = None
         self._ring_numbers: dict[int, int] = {}  # of a block in the ring
         self._ring_memory: Tensor | None = None
@@ -92,15 +76,15 @@ class Streamer:
                 if b.placement == "ring" and b.ring_offset is not None
             }
             self._drop_ring()
-            self._keep_chunks(set(resident))
+            self._residents.keep(set(resident))
             try:
                 with torch.inference_mode(False):
-                    there = {number for chunk in self._chunks for number in chunk.blocks}
+                    there = self._residents.numbers
                     self._pin_and_upload(list(places), [n for n in resident if n not in there])
                     with self._metrics.setup.phase("make_ring"):
                         self._make_ring(plan.ring_bytes, places, order)
                     with self._metrics.setup.phase("first_fill"):
-                        self._bind_uploaded()
+                        self._residents.bind()
             except BaseException:
                 self.clear()
                 raise
@@ -109,7 +93,7 @@ class Streamer:
         """Give all device memory back; every weight is bound to what was found."""
         with self._lock:
             self._drop_ring()
-            self._keep_chunks(set())
+            self._residents.keep(set())
 
     def use(self, number: int) -> None:
         """A layer begins: bind its streamed block's weights to the device."""
@@ -159,14 +143,14 @@ class Streamer:
                 self._backend.pin(first)
                 self._backend.pin(then, keep=first)
             with phase("first_fill"):
-                self._upload(resident)
+                self._residents.upload(resident)
         else:
             stays = set(resident)
             for numbers in self._by_file([*streamed, *resident]):
                 with phase("register"):
                     self._backend.pin(self._memories(numbers))
                 with phase("first_fill"):
-                    self._upload([number for number in numbers if number in stays])
+                    self._residents.upload([n for n in numbers if n in stays])
         if pins is not None:
             self._tell_slow_tiers(pins.counters)
 
@@ -214,41 +198,6 @@ class Streamer:
         self._ring_numbers = numbers
         self._ring.prefetch()
 
-    def _upload(self, numbers: Sequence[int]) -> None:
-        """Begin to bring residents to the device, in chunks."""
-        for group in _groups([(n, self._blocks[n].nbytes) for n in numbers]):
-            self._upload_chunk(group)
-
-    def _upload_chunk(self, numbers: Sequence[int]) -> None:
-        blocks = [self._blocks[number] for number in numbers]
-        memory = self._backend.allocate(sum(block.nbytes for block in blocks))
-        free, ready = self._backend.fence(), self._backend.fence()
-        self._backend.record(free)  # the allocator may hand out what is still being read
-        begins = _begins(block.nbytes for block in blocks)
-        copies = [
-            HostCopy(copy.memory, begin + copy.target_offset)
-            for block, begin in zip(blocks, begins, strict=True)
-            for copy in block.copies
-        ]
-        chunk = _Chunk(tuple(numbers), memory, ready, self._backend.prepare(copies, memory))
-        self._chunks.append(chunk)
-        self._backend.submit(chunk.prepared, [free], ready)
-        self._metrics.uploaded_bytes += sum(copy.memory.numel() for copy in copies)
-
-    def _bind_uploaded(self) -> None:
-        """Let blocks be used whose copies were begun, once these are done.
-
-        Whatever stream or thread computes with residents need not know of the copies.
-        """
-        for chunk in self._chunks:
-            if chunk.prepared is None:
-                continue
-            self._backend.synchronize(chunk.ready)
-            chunk.prepared = None
-            blocks = [self._blocks[number] for number in chunk.blocks]
-            for block, begin in zip(blocks, _begins(b.nbytes for b in blocks), strict=True):
-                block.bind(block.views(chunk.memory[begin : begin + block.nbytes]))
-
     def _drop_ring(self) -> None:
         if self._ring is None:
             return
@@ -261,66 +210,3 @@ class Streamer:
         self._views.clear()
         self._ring_numbers = {}
         self._ring = self._ring_memory = None
-
-    def _keep_chunks(self, resident: set[int]) -> None:
-        """Give up chunks that hold a block which is not to stay, after the work on them.
-
-        What stays out of such a chunk moves on the device, if that has the room.
-        """
-        dropped = [chunk for chunk in self._chunks if not resident.issuperset(chunk.blocks)]
-        if dropped:
-            used = self._backend.fence()
-            self._backend.record(used)
-            self._backend.synchronize(used)
-        for chunk in dropped:
-            self._chunks.remove(chunk)
-            with suppress(SourceError):  # of bytes that nobody wants any more
-                self._backend.synchronize(chunk.ready)
-            moved = self._move(chunk, resident)
-            for number in chunk.blocks:
-                if moved is None or number not in moved.blocks:
-                    self._blocks[number].unbind()
-
-    def _move(self, chunk: _Chunk, resident: set[int]) -> _Chunk | None:
-        """Copy the blocks that stay into a chunk of their own; None if that cannot be."""
-        stays = [number for number in chunk.blocks if number in resident]
-        if not stays:
-            return None
-        try:
-            with torch.inference_mode(False):
-                memory = self._backend.allocate(sum(self._blocks[n].nbytes for n in stays))
-        except torch.OutOfMemoryError:
-            return None  # they come from the host again
-        begins = dict(
-            zip(chunk.blocks, _begins(self._blocks[n].nbytes for n in chunk.blocks), strict=True)
-        )
-        parts = list(zip(stays, _begins(self._blocks[n].nbytes for n in stays), strict=True))
-        for number, begin in parts:
-            nbytes, old = self._blocks[number].nbytes, begins[number]
-            memory[begin : begin + nbytes].copy_(chunk.memory[old : old + nbytes])
-        moved = _Chunk(tuple(stays), memory, self._backend.fence())
-        self._backend.record(moved.ready)
-        self._backend.synchronize(moved.ready)
-        for number, begin in parts:
-            block = self._blocks[number]
-            block.bind(block.views(memory[begin : begin + block.nbytes]))
-        self._chunks.append(moved)
-        return moved
-
-
-def _begins(sizes: Iterable[int]) -> list[int]:
-    """Where each of several stretches begins that lie side by side."""
-    return [0, *accumulate(sizes)][:-1]
-
-
-def _groups(sized: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Numbers in groups of about a chunk's size."""
-    groups: list[list[int]] = []
-    filled = _CHUNK_BYTES
-    for number, nbytes in sized:
-        if filled + nbytes > _CHUNK_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(number)
-        filled += nbytes
-    return groups
