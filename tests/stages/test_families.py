@@ -117,7 +117,7 @@ def test_a_job_in_a_batch_has_the_bits_it_has_alone(case: Case, tiny: Any, tmp_p
     other = stage(case, where, "denoise", embeds, seed=4, options={"num_inference_steps": 5})
     assert other.only() != alone.only()
     assert stage(case, where, "denoise", embeds, seed=3) == alone
-    stage(case, where, "encode", options={"prompt": "a robot"})
+    assert stage(case, where, "encode", options={"prompt": "a robot"}) != embeds
     assert stage(case, where, "encode") == embeds
 
 
