@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from stages.artifact_records import MAX_RECORD_NBYTES, StageRecord, decode_record, digests_in
+from stages.checkpoint_files import FOLDER as CHECKPOINTS
+from stages.checkpoint_files import parse_entry
 from stages.contracts import ArtifactRef
 from stages.errors import ArtifactMissing
 from stages.file_writes import temp_owner
@@ -33,6 +35,7 @@ class GcReport:
     Attributes:
         records: Keys of dropped records.
         objects: Digests of removed objects.
+        checkpoints: Keys of removed checkpoints.
         leftovers: Keys of removed temporary and set-aside files.
         cached: Digests whose local copy of a remote object was removed.
         foreign_temps: Keys of temporary files of other hosts, which were left alone.
@@ -42,6 +45,7 @@ class GcReport:
 
     records: list[str] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     cached: list[str] = field(default_factory=list)
     foreign_temps: list[str] = field(default_factory=list)
@@ -96,6 +100,7 @@ def collect(files: Files, *, older_than_s: float, dry_run: bool, grace_s: float)
     with files.exclusive():
         now = time.time()
         wanted: set[str] = set()
+        answered: set[str] = set()  # requests that have a result
         for entry, data, record in read_records(files):
             if entry.modified_s < now - older_than_s:
                 report.records.append(entry.key)
@@ -104,12 +109,20 @@ def collect(files: Files, *, older_than_s: float, dry_run: bool, grace_s: float)
                 wanted |= digests_in(data)
             else:
                 wanted |= {ref.digest for ref in record.result.artifacts.values()}
-        for entry in [*files.entries("records"), *files.entries("objects")]:
-            digest = object_digest(entry.key)
+                answered.add(record.request_digest)
+        folders = ("records", "objects", CHECKPOINTS)
+        for entry in [each for folder in folders for each in files.entries(folder)]:
+            digest, checkpoint = object_digest(entry.key), parse_entry(entry)
             is_old = entry.modified_s < now - grace_s
             if digest is not None:
                 if is_old and digest not in wanted:
                     report.objects.append(digest)
+                    _remove(files, entry, report)
+            elif checkpoint is not None:
+                # A young one may be that of a run which computes an answered request anew.
+                limit_s = 0.0 if checkpoint.request_digest in answered else older_than_s
+                if is_old and entry.modified_s < now - limit_s:
+                    report.checkpoints.append(entry.key)
                     _remove(files, entry, report)
             elif _is_leftover(entry, now, grace_s, report):
                 report.leftovers.append(entry.key)

@@ -30,6 +30,7 @@ from stages.artifact_gc import (
 )
 from stages.artifact_records import MAX_RECORD_NBYTES, decode_record, encode_record, record_key
 from stages.artifact_show import describe
+from stages.checkpoint_files import CheckpointFiles
 from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing
 from stages.file_writes import Stream, flush_file, new_file, raise_write_error
@@ -257,6 +258,10 @@ class ArtifactStore:
         key = record_key(request.stage, request.digest)
         self._files.write_record(key, encode_record(request, result))
 
+    def checkpoints(self, request: StageRequest) -> CheckpointFiles:
+        """The checkpoints of a request that has no result yet."""
+        return CheckpointFiles(self._files, request.digest)
+
     def ls(self) -> list[StoredObject]:
         """Every object, in the order of their digests."""
         media_types: dict[str, str] = {}
@@ -317,6 +322,8 @@ class ArtifactStore:
         self, older_than_s: float, *, dry_run: bool = False, grace_s: float = GRACE_S
     ) -> GcReport:
         """Drop records not used for `older_than_s`, then what no record refers to any more.
+
+        Checkpoints go when they are as old, or when their request has a result.
 
         Objects, set-aside files and this host's stale temporary files go only when they have
         not been touched for `grace_s`, which must exceed the time between a stage's first

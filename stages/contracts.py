@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 MAX_SEED = 2**64 - 1
 
+DEFAULT_CHECKPOINT_EVERY_S = 60.0
+"""Long enough that a quick picture writes none, short enough that little is lost."""
+
 Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 StageName = Literal["inspect", "encode", "condition", "denoise", "decode"]
 OffloadPreset = Literal["auto", "resident", "stream", "low_memory", "group", "off"]
@@ -163,6 +166,9 @@ class StageContext(Record):
         num_threads: CPU threads of this stage; None leaves torch's own choice.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models that the device does not hold are streamed to it.
+        checkpoint_every_steps: Denoising steps between two checkpoints; None: only by time.
+        checkpoint_every_s: Seconds between two checkpoints; None: only by steps. With neither,
+            none is written and none is used.
         run_id: Names the run in logs and reports.
         fallbacks: What was tried before and failed, in sentences; for the report.
     """
@@ -174,5 +180,7 @@ class StageContext(Record):
     num_threads: int | None = Field(default=None, ge=1)
     on_truncate: Literal["warn", "error"] = "warn"
     offload: OffloadChoice = OffloadChoice()
+    checkpoint_every_steps: int | None = Field(default=None, ge=1)
+    checkpoint_every_s: float | None = Field(default=DEFAULT_CHECKPOINT_EVERY_S, gt=0)
     run_id: str = ""
     fallbacks: tuple[str, ...] = ()

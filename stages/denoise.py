@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stages.checkpoints import StepCheckpoints
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import BorderError, RequestError
 from stages.execute import Events, Job, finish_handover, loaded_pipe, open_job, run_job
@@ -24,11 +25,13 @@ def run(
     pipe = loaded_pipe(job)
     watch = FiniteWatch(job.family.carried)
 
+    checkpoints = _open_checkpoints(job, watch)
+
     def on_step(num_done: int, num_steps: int) -> None:
         job.tracker.step(num_steps)
         events.progress("running", num_done, num_steps)
 
-    with watched(pipe._blocks, on_step, watch):
+    with watched(pipe._blocks, on_step, watch, checkpoints):
         try:
             made = run_job(job, pipe)
         except BorderError as error:
@@ -37,7 +40,34 @@ def run(
                 raise
             raise BorderError(f"{error} (first seen after step {step})") from error
     facts = {"latents": describe_latents(pipe, made.values)}
-    return finish_handover(job, "latents", made, facts)
+    if checkpoints is None:
+        return finish_handover(job, "latents", made, facts)
+    job.tracker.facts["resumed_from_step"] = checkpoints.resumed_from_step
+    job.tracker.facts["checkpoints"] = checkpoints.report()
+    finished = finish_handover(job, "latents", made, facts)
+    checkpoints.clear()
+    return finished
+
+
+def _open_checkpoints(job: Job, watch: FiniteWatch) -> StepCheckpoints | None:
+    """The checkpoints of this request; None where the context wants none."""
+    context = job.context
+    if context.checkpoint_every_steps is None and context.checkpoint_every_s is None:
+        return None
+
+    def warn(message: str) -> None:
+        job.tracker.warnings.append(message)
+        job.events.warn(message)
+
+    return StepCheckpoints(
+        job.store.checkpoints(job.request),
+        every_steps=context.checkpoint_every_steps,
+        every_s=context.checkpoint_every_s,
+        device=context.device,
+        warn=warn,
+        is_sound=lambda: watch.first_bad_step() is None,
+        on_resume=lambda step, num_steps: job.events.progress("resumed", step, num_steps),
+    )
 
 
 def _require_negatives(job: Job) -> None:

@@ -40,7 +40,7 @@ class Progress(Record):
     """Up, often: where the request stands.
 
     Attributes:
-        activity: `waiting`, `loading`, `running` or `writing`.
+        activity: `waiting`, `loading`, `resumed`, `running` or `writing`.
         step: Finished steps, 0 to `num_steps`.
         num_steps: 0 when the activity has no steps.
         message: A few words, or empty.
