@@ -21,6 +21,7 @@ from stages.errors import StageError
 FAMILIES = {
     "z-image": ("flows.z_image", "paint pictures with a Z-Image model"),
     "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
+    "flux2-klein": ("flows.flux2_klein", "paint pictures with a FLUX.2 Klein model"),
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),

@@ -194,16 +194,16 @@ def check_job(
         num_inference_steps = own.get("num_inference_steps", default_steps)
     device = settings.device if device == "auto" else rules.check_device_name(device)
     idle = [without_effect(device, offload, device_budget, host_budget)]
-    if default_guidance is None and guidance_scale is not None:
-        idle.append(f"guidance_scale has no effect: {opened.directory.name} takes none")
-    if default_guidance is None:
-        guidance_scale = None
-    elif guidance_scale is None:
+    if guidance_scale is None:
         guidance_scale = own.get("guidance_scale", default_guidance)
-    if max_sequence_length is not None:
-        max_sequence_length = rules.check_token_limit(max_sequence_length, declared.max_tokens)
+    elif default_guidance is None:
+        idle.append(f"guidance_scale has no effect: {opened.directory.name} takes none")
     if guidance_scale is not None:
         guidance_scale = rules.check_guidance(guidance_scale)
+    if default_guidance is None:
+        guidance_scale = None
+    if max_sequence_length is not None:
+        max_sequence_length = rules.check_token_limit(max_sequence_length, declared.max_tokens)
     if negative_prompt is not None:
         negative_prompt = rules.check_prompt(negative_prompt, "negative_prompt")
     prompts = [prompt] if isinstance(prompt, str) else prompt

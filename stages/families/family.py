@@ -11,6 +11,8 @@ from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
     "flux": "stages.families.flux:FAMILY",
+    "flux2-klein": "stages.families.flux2_klein:FAMILY",
+    "flux2-klein-base": "stages.families.flux2_klein:BASE",
     "qwen-image": "stages.families.qwen_image:FAMILY",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import io
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,18 +52,20 @@ def launcher() -> Iterator[Any]:
     made = shared_launcher("forkserver")
     for name in NEW:
         made.expect(name)
-    made.start_fork_server()
+    process = made.start("inspect", logging.getLogger("test"), lambda: False)
+    process.release()  # the fork server is there from here on, before any test looks
     yield made
     made.close()
     shared_launcher.cache_clear()
 
 
 def flow_module(name: str) -> Any:
-    return importlib.import_module(FAMILIES[name][0])
+    return importlib.import_module(FAMILIES[CASES[name].command or name][0])
 
 
 def flow_of(name: str) -> Any:
-    return getattr(flow_module(name), FAMILIES[name][0].rpartition(".")[2])
+    module = flow_module(name)
+    return getattr(module, module.__name__.rpartition(".")[2])
 
 
 def arguments(case: Case, model_dir: Path, output: Path, **changes: Any) -> dict[str, Any]:
@@ -204,10 +207,23 @@ def test_the_command_line_paints_and_tells_of_it(
     monkeypatch.setattr(cli_family, "shared_launcher", lambda method: Launcher("spawn"))
     given = arguments(CASES[name], tiny(CASES[name]), tmp_path / "pictures")
     line = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
-    assert main([name, *line, "--json"]) == 0
+    assert main([CASES[name].command or name, *line, "--json"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     (picture,) = last["pictures"]
     assert read(picture["path"]).shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "guidance"), [("flux2-klein", 4, None), ("flux2-klein-base", 50, 4.0)]
+)
+def test_a_klein_model_is_distilled_or_not_by_its_index(
+    name: str, steps: int, guidance: float | None, tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    given = arguments(CASES[name], tiny(CASES[name]), tmp_path)
+    blank = dict.fromkeys(("num_inference_steps", "guidance_scale"))
+    job = flow_module(name).check(**given | blank)
+    assert job.family.name == name
+    assert (job.num_inference_steps, job.guidance_scale) == (steps, guidance)
 
 
 def warnings_of(run: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Case:
         loop: Options of the denoise phase besides size and steps.
         scale: What its guiders are set to; None where it has none.
         loads: The components with weights of each phase.
+        command: The command that runs it, if it is not called like the family.
         trained_at: Pixels of an edge, by the tiny model's configuration.
     """
 
@@ -32,6 +34,7 @@ class Case:
     loop: dict[str, Any] = field(default_factory=dict)
     scale: float | None = None
     loads: dict[str, set[str]]
+    command: str = ""
     trained_at: int = 64
 
     @property
@@ -112,6 +115,20 @@ CASES = {
             scale=4.0,
             loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
             trained_at=1024,
+        ),
+        Case(
+            name="flux2-klein",
+            build=tiny_models.flux2_klein,
+            text={"max_sequence_length": 64},
+            loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
+        ),
+        Case(
+            name="flux2-klein-base",
+            command="flux2-klein",
+            build=partial(tiny_models.flux2_klein, is_distilled=False),
+            text={"max_sequence_length": 64},
+            scale=4.0,
+            loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
         ),
     )
 }

@@ -1,0 +1,126 @@
+"""FLUX.2 Klein as a flow: one Qwen3 text encoder, a transformer, an AutoencoderKLFlux2."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.pictures import Picture
+from flows.text_to_image import (
+    Job,
+    begin,
+    check_job,
+    documented,
+    open_for,
+    run_name,
+    save_pictures,
+    short,
+)
+from stages.contracts import OffloadPreset
+
+DISTILLED_STEPS = 4
+BASE_STEPS, BASE_GUIDANCE = 50, 4.0
+DEFAULT_TOKENS = 512
+
+
+@flow(name="flux2-klein", flow_run_name=run_name("flux2-klein"), persist_result=False)
+@documented
+def flux2_klein(
+    prompt: str | list[str],
+    model: str,
+    seed: int | str = -1,
+    num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    max_sequence_length: int = DEFAULT_TOKENS,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "pictures",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Picture]:
+    """Paint pictures of prompts with a FLUX.2 Klein model, distilled or base.
+
+    Args:
+        num_inference_steps: Denoising steps; by default 4, for a base model 50.
+        guidance_scale: Weight of the prompt against an empty one, for a base model alone, by default
+            4; 1 or less is off.
+        max_sequence_length: Tokens of the prompt that are read, up to 512.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        seed=seed,
+        num_images=num_images,
+        height=height,
+        width=width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=short(text),
+                prompt=text,
+                do_classifier_free_guidance=job.is_guided or None,
+                max_sequence_length=job.max_sequence_length,
+            )
+            for text in job.prompts
+        ]
+
+    with run.phase("denoise", len(job.pictures)) as denoise:
+        latents = [
+            denoise(
+                embeds[n],
+                label=job.label(n, one),
+                seed=one,
+                height=job.height,
+                width=job.width,
+                num_inference_steps=job.num_inference_steps,
+                guidance_scale=job.guidance_scale,
+            )
+            for n, one in job.pictures
+        ]
+
+    with run.phase("decode", len(job.pictures)) as decode:
+        images = [
+            decode(
+                latents[k],
+                label=job.label(n, one),
+                tiling=True if vae_tiling == "on" else None,
+            )
+            for k, (n, one) in enumerate(job.pictures)
+        ]
+
+    return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
+
+
+def check(*, model: str, **others: Any) -> Job:
+    """Check every argument; the model's index says whether it is distilled."""
+    opened = open_for("flux2-klein", model)
+    is_distilled = bool(opened.settings.get("is_distilled"))
+    return check_job(
+        "flux2-klein" if is_distilled else "flux2-klein-base",
+        opened,
+        default_steps=DISTILLED_STEPS if is_distilled else BASE_STEPS,
+        default_guidance=None if is_distilled else BASE_GUIDANCE,
+        **others,
+    )
