@@ -52,8 +52,8 @@ def flux2_klein(
 
     Args:
         num_inference_steps: Denoising steps; by default 4, for a base model 50.
-        guidance_scale: Weight of the prompt against an empty one, for a base model alone, by default
-            4; 1 or less is off.
+        guidance_scale: Weight of the prompt against an empty one, by default 4; 1 or less is off.
+            A distilled model takes none.
         max_sequence_length: Tokens of the prompt that are read, up to 512.
     """
     job = check(

@@ -145,7 +145,12 @@ def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def sd3(
-    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, has_t5: bool = True
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    has_t5: bool = True,
+    num_vae_blocks: int = 4,
 ) -> Path:
     """Write an SD3 model of 2 MB, less without T5; 64 x 64 pixels are 4 x 4 patches."""
     torch.manual_seed(seed)
@@ -163,7 +168,9 @@ def sd3(
     )
     pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        vae=_autoencoder(4, shift_factor=0.0609, scaling_factor=1.5305, **_NO_QUANT),
+        vae=_autoencoder(
+            4, num_vae_blocks, shift_factor=0.0609, scaling_factor=1.5305, **_NO_QUANT
+        ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         text_encoder=transformers.CLIPTextModelWithProjection(_clip_config()),
         tokenizer=clip_tokenizer(),
@@ -300,6 +307,57 @@ def flux2_klein(
     return _save(pipeline, directory, dtype)
 
 
+def _wan_transformer(kind: Any = diffusers.WanTransformer3DModel, **config: Any) -> Any:
+    return kind(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=64,
+        ffn_dim=32,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+        **config,
+    )
+
+
+def _vace_transformer() -> Any:
+    kind = diffusers.WanVACETransformer3DModel
+    return _wan_transformer(kind, num_layers=3, vace_layers=[0, 2], vace_in_channels=96)
+
+
+def wan22(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, is_vace: bool = False
+) -> Path:
+    """Write a Wan 2.2 model of two transformers; 64 x 64 pixels are 4 x 4 patches a frame."""
+    torch.manual_seed(seed)
+    made = [_vace_transformer() if is_vace else _wan_transformer(num_layers=2) for _ in range(2)]
+    pipeline = diffusers.WanPipeline(
+        transformer=made[0],
+        transformer_2=made[1],
+        boundary_ratio=0.875,
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=4,
+            z_dim=16,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        ),
+        text_encoder=transformers.UMT5EncoderModel(_t5_config(transformers.UMT5Config)),
+        tokenizer=t5_tokenizer(),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            num_train_timesteps=1000,
+            flow_shift=3.0,
+        ),
+    )
+    return _save(pipeline, directory, dtype)
+
+
 _NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
 
 
@@ -311,11 +369,11 @@ def _save(pipeline: Any, directory: Path, dtype: torch.dtype) -> Path:
     return directory
 
 
-def _autoencoder(latent_channels: int, **config: Any) -> Any:
+def _autoencoder(latent_channels: int, num_blocks: int = 4, **config: Any) -> Any:
     return diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[8, 8, 8, 8],
+        down_block_types=["DownEncoderBlock2D"] * num_blocks,
+        up_block_types=["UpDecoderBlock2D"] * num_blocks,
+        block_out_channels=[8] * num_blocks,
         layers_per_block=1,
         latent_channels=latent_channels,
         norm_num_groups=4,
@@ -339,8 +397,8 @@ def _clip_config() -> Any:
     )
 
 
-def _t5_config() -> Any:
-    return transformers.T5Config(
+def _t5_config(kind: Any = transformers.T5Config) -> Any:
+    return kind(
         vocab_size=256,
         d_model=32,
         d_kv=8,
