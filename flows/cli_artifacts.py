@@ -67,6 +67,10 @@ def _ls(store: ArtifactStore, as_json: bool) -> int:
         what = f"{'+'.join(each.stages) or '-':<8}  {each.media_type or 'unknown'}"
         print(f"{each.digest[:16]}  {_size(each.size):>10}  {when}  {what}")
     print(f"{len(objects)} artifacts, {_size(sum(each.size for each in objects))} in {store.url}")
+    if checkpoints := store.all_checkpoints():
+        num_requests = len({each.request_digest for each in checkpoints})
+        size = _size(sum(each.size for each in checkpoints))
+        print(f"besides, {size} in checkpoints of {num_requests} unfinished denoises")
     return EXIT_OK
 
 
@@ -93,8 +97,9 @@ def _gc(store: ArtifactStore, options: argparse.Namespace) -> int:
         return EXIT_OK
     verb = "would remove" if report.is_dry_run else "removed"
     print(
-        f"{verb} {len(report.records)} records, {len(report.objects)} artifacts and "
-        f"{len(report.leftovers)} leftovers: {_size(report.freed_bytes)}"
+        f"{verb} {len(report.records)} records, {len(report.objects)} artifacts, "
+        f"{len(report.checkpoints)} checkpoints and {len(report.leftovers)} leftovers: "
+        f"{_size(report.freed_bytes)}"
     )
     return EXIT_OK
 

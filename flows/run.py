@@ -74,6 +74,8 @@ class Phase:
         """
         request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
         self._label, self._ran = label, False
+        if self._run.fresh:  # what this run writes itself still serves its own retries
+            self._run.store.checkpoints(request).clear()
         start = time.perf_counter()
         result = self._result(request)
         elapsed_s = time.perf_counter() - start
@@ -170,6 +172,8 @@ class Run:
                 "device": device,
                 "on_truncate": on_truncate,
                 "offload": offload or OffloadChoice(),
+                "checkpoint_every_steps": settings.checkpoint_every_steps,
+                "checkpoint_every_s": settings.checkpoint_every_s,
                 "run_id": run_id,
             }
         )

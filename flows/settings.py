@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from stages.contracts import DEFAULT_CHECKPOINT_EVERY_S
 from stages.errors import RequestError
 
 Launch = Literal["forkserver", "spawn"]
@@ -60,12 +62,18 @@ class RunSettings:
             milliseconds, `spawn` starts an interpreter for each.
         device: `EXEUNT_DEVICE`: `cpu`, `cuda` or `cuda:N`; else `cuda` where a GPU's device
             file exists, and `cpu` elsewhere.
+        checkpoint_every_steps: `EXEUNT_CHECKPOINT_EVERY_STEPS`: denoising steps between two
+            checkpoints; else time alone decides.
+        checkpoint_every_s: `EXEUNT_CHECKPOINT_EVERY_S`: seconds between two checkpoints; None
+            where it says `off`.
     """
 
     home: Home
     store_url: str
     launch: Launch = "forkserver"
     device: str = "cpu"
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_s: float | None = DEFAULT_CHECKPOINT_EVERY_S
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RunSettings:
@@ -81,6 +89,8 @@ class RunSettings:
             store_url=_store_url(env, home),
             launch=_launch(env),
             device=_device(env),
+            checkpoint_every_steps=_checkpoint_every_steps(env),
+            checkpoint_every_s=_checkpoint_every_s(env),
         )
 
 
@@ -138,3 +148,31 @@ def _device(env: Mapping[str, str]) -> str:
             f"EXEUNT_DEVICE is {text!r}; set it to cpu, cuda, or cuda:N such as cuda:0"
         )
     return text
+
+
+def _checkpoint_every_steps(env: Mapping[str, str]) -> int | None:
+    name = "EXEUNT_CHECKPOINT_EVERY_STEPS"
+    if not (text := env.get(name, "")):
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise SettingsError(
+            f"{name} is {text!r}; set it to a number of denoising steps, 1 or more, or leave it "
+            "unset"
+        )
+    return int(text)
+
+
+def _checkpoint_every_s(env: Mapping[str, str]) -> float | None:
+    name = "EXEUNT_CHECKPOINT_EVERY_S"
+    text = env.get(name, "")
+    if not text:
+        return DEFAULT_CHECKPOINT_EVERY_S
+    if text == "off":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise SettingsError(f"{name} is {text!r}; set it to seconds over 0, such as 60, or off")
+    return seconds

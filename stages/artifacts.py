@@ -30,7 +30,7 @@ from stages.artifact_gc import (
 )
 from stages.artifact_records import MAX_RECORD_NBYTES, decode_record, encode_record, record_key
 from stages.artifact_show import describe
-from stages.checkpoint_files import CheckpointFiles
+from stages.checkpoint_files import Checkpoint, CheckpointFiles, list_checkpoints
 from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing
 from stages.file_writes import Stream, flush_file, new_file, raise_write_error
@@ -261,6 +261,10 @@ class ArtifactStore:
     def checkpoints(self, request: StageRequest) -> CheckpointFiles:
         """The checkpoints of a request that has no result yet."""
         return CheckpointFiles(self._files, request.digest)
+
+    def all_checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints of every request, in the order of their names."""
+        return list_checkpoints(self._files)
 
     def ls(self) -> list[StoredObject]:
         """Every object, in the order of their digests."""

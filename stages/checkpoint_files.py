@@ -61,6 +61,16 @@ def parse_entry(entry: Entry) -> Checkpoint | None:
     )
 
 
+def list_checkpoints(files: Files) -> list[Checkpoint]:
+    """Every checkpoint of a store, in the order of their names.
+
+    Raises:
+        ArtifactError: The store cannot be listed.
+    """
+    found = [parse_entry(entry) for entry in files.entries(FOLDER)]
+    return [each for each in found if each is not None]
+
+
 class CheckpointFiles:
     """The checkpoints of one request in one store."""
 
@@ -74,8 +84,8 @@ class CheckpointFiles:
         Raises:
             ArtifactError: The store cannot be listed.
         """
-        found = [parse_entry(entry) for entry in self._files.entries(FOLDER)]
-        own = [each for each in found if each and each.request_digest == self._request_digest]
+        found = list_checkpoints(self._files)
+        own = [each for each in found if each.request_digest == self._request_digest]
         return sorted(own, key=lambda each: (-each.step, -each.modified_s, each.key))
 
     def write(self, step: int, data: bytes) -> Checkpoint:

@@ -100,6 +100,18 @@ def test_collection_says_what_would_go_and_keeps_what_is_young(
     assert len(store.ls()) == 1
 
 
+def test_checkpoints_are_told_of_where_there_are_any(
+    store: ArtifactStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "unfinished" not in output(capsys, "artifacts", "ls")
+    store.checkpoints(request("denoise", {})).write(4, b"latents")
+    told = output(capsys, "artifacts", "ls")
+    assert told.endswith("besides, 7 B in checkpoints of 1 unfinished denoises\n")
+    assert "would remove 0 records, 0 artifacts, 0 checkpoints and 0 leftovers: 0 B" in output(
+        capsys, "artifacts", "gc", "--dry-run"
+    )
+
+
 def test_an_unknown_digest_is_an_error_on_standard_error(
     store: ArtifactStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

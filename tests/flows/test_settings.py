@@ -48,6 +48,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "EXEUNT_STORE": "s3://bucket/artifacts",
             "EXEUNT_LAUNCH": "spawn",
             "EXEUNT_DEVICE": "cuda:3",
+            "EXEUNT_CHECKPOINT_EVERY_STEPS": "5",
+            "EXEUNT_CHECKPOINT_EVERY_S": "1.5",
         }
     )
     assert settings.home.root == tmp_path / "b"
@@ -55,6 +57,14 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     assert settings.home.locks == tmp_path / "b" / "locks"
     assert settings.store_url == "s3://bucket/artifacts"
     assert (settings.launch, settings.device) == ("spawn", "cuda:3")
+    assert (settings.checkpoint_every_steps, settings.checkpoint_every_s) == (5, 1.5)
+
+
+def test_checkpoints_can_be_had_by_time_by_steps_or_not_at_all() -> None:
+    by_default = RunSettings.from_env({})
+    assert (by_default.checkpoint_every_steps, by_default.checkpoint_every_s) == (None, 60.0)
+    off = RunSettings.from_env({"EXEUNT_CHECKPOINT_EVERY_S": "off"})
+    assert (off.checkpoint_every_steps, off.checkpoint_every_s) == (None, None)
 
 
 def test_a_store_may_be_a_plain_folder(tmp_path: Path) -> None:
@@ -63,7 +73,8 @@ def test_a_store_may_be_a_plain_folder(tmp_path: Path) -> None:
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    names = ("EXEUNT_HOME", "EXEUNT_STORE", "EXEUNT_LAUNCH", "EXEUNT_DEVICE", "XDG_DATA_HOME")
+    names = [f"EXEUNT_{name}" for name in ("HOME", "STORE", "LAUNCH", "DEVICE")]
+    names += ["EXEUNT_CHECKPOINT_EVERY_STEPS", "EXEUNT_CHECKPOINT_EVERY_S", "XDG_DATA_HOME"]
     assert RunSettings.from_env(dict.fromkeys(names, "")) == RunSettings.from_env({})
 
 
@@ -78,6 +89,11 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXEUNT_DEVICE", "cuda:01", "cuda:N such as cuda:0"),
         ("EXEUNT_DEVICE", "cuda:-1", "cuda:N such as cuda:0"),
         ("EXEUNT_DEVICE", "cpu\n", "EXEUNT_DEVICE is 'cpu\\n'"),
+        ("EXEUNT_CHECKPOINT_EVERY_STEPS", "0", "is '0'; set it to a number of denoising steps, 1"),
+        ("EXEUNT_CHECKPOINT_EVERY_STEPS", "2.5", "is '2.5'; set it to a number of denoising"),
+        ("EXEUNT_CHECKPOINT_EVERY_S", "0", "is '0'; set it to seconds over 0, such as 60, or off"),
+        ("EXEUNT_CHECKPOINT_EVERY_S", "nan", "is 'nan'; set it to seconds over 0"),
+        ("EXEUNT_CHECKPOINT_EVERY_S", "1 min", "is '1 min'; set it to seconds over 0"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_right_ones(name: str, value: str, message: str) -> None:

@@ -45,6 +45,7 @@ def test_the_newest_comes_first_and_other_requests_stay_apart(store: ArtifactSto
     files.clear()
     assert files.newest_first() == []
     assert [each.step for each in others.newest_first()] == [3]
+    assert [each.request_digest for each in store.all_checkpoints()] == [asked(2).digest]
 
 
 def test_a_checkpoint_that_is_gone_or_altered_is_not_read(tmp_path: Path) -> None:
