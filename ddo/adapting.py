@@ -19,6 +19,7 @@ BY_ORDER = "order of use"
 BY_TIMES = "measured times"
 
 _MAX_CHANGES = 4
+_TIMED_STEPS = 2
 _WORTHWHILE = 0.95  # a new plan must shorten the predicted step to this share
 _FIRST_GIFT = 8  # part of the weights' memory that an exhausted step gives back at first
 _LARGEST_GIFT = 2
@@ -51,6 +52,7 @@ class Planner:
         self._order: list[int] = []
         self._times_s: dict[int, float] = {}
         self._compute_s: float | None = None
+        self._num_timed = 0
         self._num_changes = 0
 
     def take(self, blocks: Sequence[Block]) -> None:
@@ -60,6 +62,7 @@ class Planner:
         self.uses = list(self._order)
         self._times_s = {}
         self._compute_s = None
+        self._num_timed = 0
         self._num_changes = 0
 
     def make(self, budget_bytes: int | None = None) -> OffloadPlan:
@@ -114,13 +117,11 @@ class Planner:
         order = [*seen, *(i for i in self._order if i not in set(seen))]
         is_reordered = order != self._order or list(profile.order) != self.uses
         self._order, self.uses = order, list(profile.order)
-        has_times = trust_times and profile.compute_s is not None
         if trust_times and profile.compute_s is not None:
-            self._times_s = profile.compute_s
-            self._compute_s = sum(profile.compute_s.values())
+            self._take_times(profile.compute_s)
         held = reorder(current, self._specs(), self._settings, compute_s=self._compute_s)
         new = held
-        if self._settings.replan and has_times:
+        if self._settings.replan and trust_times and self.knows_times:
             with suppress(PlanError):
                 new = self.make()
         if new.step_s and held.step_s and new.step_s <= _WORTHWHILE * held.step_s:
@@ -130,6 +131,19 @@ class Planner:
             self._num_changes += 1
             return Change(plan=held, reason=BY_ORDER)
         return held
+
+    @property
+    def knows_times(self) -> bool:
+        """Whether enough steps were timed to plan by their times."""
+        return self._num_timed >= _TIMED_STEPS
+
+    def _take_times(self, compute_s: dict[int, float]) -> None:
+        """Keep each block's shortest time: a host that paused made the others longer."""
+        if self._num_timed:
+            compute_s = {i: min(s, self._times_s.get(i, s)) for i, s in compute_s.items()}
+        self._num_timed += 1
+        self._times_s = compute_s
+        self._compute_s = sum(compute_s.values())
 
     def _specs(self) -> list[BlockSpec]:
         has_times = sum(self._times_s.values()) > 0

@@ -40,7 +40,7 @@ from ddo.weight_files import WeightFiles
 ENTRY_POINTS = ("forward", "encode", "decode")
 
 _HURRY_S = 0.02  # steps that follow each other sooner leave no time to look before them
-_PROFILED_STEPS = 2  # the first shows the order, the second the times of that order
+_PROFILED_STEPS = 3  # the first shows the order, two more the times of that order
 
 
 class SessionState(enum.Enum):
@@ -395,7 +395,7 @@ class OffloadSession:
             self._enforce(found.plan)
         else:
             self._plan = found
-            if can_trust or profile.compute_s is None:
+            if self._planner.knows_times or profile.compute_s is None:
                 self._num_to_profile = 0
             if not self._num_to_profile:
                 self._layers.watch(everything=False)

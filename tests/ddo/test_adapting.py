@@ -65,12 +65,25 @@ def test_times_that_promise_a_shorter_step_change_what_stays(blocks):
     planner = planner_of(blocks)
     now = planner.make()
     times = {i: 40e-6 if i < 2 else 1e-7 for i in range(12)}
-    found = planner.learn(now, seen(range(12), times), trust_times=True)
+    once = planner.learn(now, seen(range(12), times), trust_times=True)
+    assert not isinstance(once, Change)
+    found = planner.learn(once, seen(range(12), times), trust_times=True)
+    assert planner.knows_times
     plan = found.plan if isinstance(found, Change) else found
     assert plan.is_compute_measured
     assert plan.compute_s == pytest.approx(sum(times.values()))
     if isinstance(found, Change):
         assert found.reason == BY_TIMES
+
+
+def test_a_pause_of_the_host_in_one_of_two_steps_does_not_count(blocks):
+    planner = planner_of(blocks)
+    paused = dict.fromkeys(range(12), 1e-6) | {4: 1.0}
+    then = dict.fromkeys(range(12), 2e-6) | {4: 1e-6}
+    plan = planner.learn(planner.make(), seen(range(12), paused), trust_times=True)
+    found = planner.learn(plan, seen(range(12), then), trust_times=True)
+    found = found.plan if isinstance(found, Change) else found
+    assert found.compute_s == pytest.approx(12e-6)
 
 
 def test_times_of_the_very_first_step_are_not_trusted(blocks):
