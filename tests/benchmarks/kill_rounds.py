@@ -1,6 +1,7 @@
 """Kill 200 runs at random instants and print what became of them, as JSON.
 
 usage: python -m tests.benchmarks.kill_rounds [--rounds 200] [--seed 1] [--model DIR]
+           [--checkpoint-every-steps N]
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="miniature")
+    parser.add_argument("--checkpoint-every-steps", type=int)
     options = parser.parse_args()
+    environ = {}
+    if options.checkpoint_every_steps:
+        environ["EXEUNT_CHECKPOINT_EVERY_STEPS"] = str(options.checkpoint_every_steps)
     with tempfile.TemporaryDirectory(prefix="exeunt-kills-") as folder:
-        victim = Victim(Path(folder) / "home", resolve_model(options.model))
+        victim = Victim(Path(folder) / "home", resolve_model(options.model), environ)
         seeds = list(range(1000, 1000 + options.rounds))
         expected = undisturbed(victim, seeds)
         code, _, err = victim.finish(victim.start(999))

@@ -15,7 +15,13 @@ from stages import checkpoints
 from stages.artifacts import ArtifactStore
 from stages.checkpoint_files import FOLDER
 from stages.checkpoints import StepCheckpoints
-from stages.contracts import StageContext, StageRequest, StageResult
+from stages.contracts import (
+    OffloadChoice,
+    OffloadPreset,
+    StageContext,
+    StageRequest,
+    StageResult,
+)
 from stages.errors import BorderError
 from stages.worker import handler_for
 from tests.support import tiny_models
@@ -147,6 +153,27 @@ def test_other_schedulers_of_a_family_resume_with_equal_bits(
     result, report, _ = run_stage(asked, where)
 
     assert result == expected and report["resumed_from_step"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("preset", ["off", "low_memory"])
+@pytest.mark.parametrize(("scheduler", "config"), OTHER_SCHEDULERS)
+def test_on_a_gpu_histories_go_back_to_where_they_were(
+    tmp_path: Path, scheduler: str, config: dict[str, Any], preset: OffloadPreset
+) -> None:
+    case, model = CASES["sdxl"], sdxl_with(scheduler, config, tmp_path / "model")
+    said = {"device": "cuda", "offload": OffloadChoice(preset=preset)}
+    plain = context(model, tmp_path / "undisturbed", **said)
+    where = context(model, tmp_path / "killed", checkpoint_every_steps=1, **said)
+    expected, _, _ = run_stage(loop_request(case, encoded(case, plain)), plain)
+    asked = loop_request(case, encoded(case, where))
+    kill(asked, where, 4)
+
+    result, report, heard = run_stage(asked, where)
+
+    assert result == expected and report["resumed_from_step"] == 4
+    assert heard.warnings == [] and files_of(where) == []
 
 
 def test_a_scheduler_that_cannot_be_kept_denoises_without_checkpoints(tmp_path: Path) -> None:

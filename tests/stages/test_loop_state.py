@@ -236,6 +236,7 @@ def test_no_class_from_elsewhere_is_made(where: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_go_back_to_where_they_were() -> None:
     values = {"here": torch.ones(2), "there": torch.ones(2, device="cuda")}
     back = through_a_file({k: to_plain(v, k, {}) for k, v in values.items()})
