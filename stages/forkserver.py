@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from stages import worker
 from stages.contracts import Record
+from stages.cuda_state import is_cuda_initialised
 from stages.preload import preload_names
 from stages.protocol import (
     EXIT_DONE,
@@ -59,10 +60,15 @@ class ForkServer:
     Invariants: one thread, but for the management library's; no descriptor of a child stays open
     here; a child's process group is killed while its leader is still unreaped, so that its
     number cannot be another's.
+
+    Args:
+        control: The launcher's socket.
+        obstacle: Why forks would be of no use; every order for one is then refused.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, obstacle: str = "") -> None:
         self._control = control
+        self._obstacle = obstacle
         self._children: set[int] = set()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
@@ -110,6 +116,8 @@ class ForkServer:
         return True
 
     def _fork(self, stage: str, fds: Sequence[int]) -> Forked | Refused:
+        if self._obstacle:
+            return Refused(reason=self._obstacle)
         if threads := foreign_threads():
             return Refused(reason=f"its process has further threads: {', '.join(threads)}")
         parent_pid = os.getpid()
@@ -188,6 +196,16 @@ def foreign_threads() -> list[str]:
     return [name for name in found if not name.startswith(HARMLESS_THREADS)]
 
 
+def obstacle_to_forks() -> str:
+    """Why forks of this process could not use a GPU; empty if they can."""
+    if not is_cuda_initialised():
+        return ""
+    return (
+        "a library that it imported has initialised CUDA, so that no fork of it could use a GPU "
+        "(optimum-quanto does so); uninstall that library where it is not needed"
+    )
+
+
 def _signal_group(pid: int, signum: int) -> None:
     """Signal the group of an unreaped child, or the child alone before it has its group."""
     try:
@@ -212,7 +230,7 @@ def main() -> NoReturn:
     preload(arguments.preload)
     gc.collect()
     gc.freeze()
-    server = ForkServer(socket.socket(fileno=arguments.socket_fd))
+    server = ForkServer(socket.socket(fileno=arguments.socket_fd), obstacle_to_forks())
     worker.die_with_parent(arguments.parent_pid, signal.SIGHUP)
     server.serve()
     worker.leave(EXIT_DONE)

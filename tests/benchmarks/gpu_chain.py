@@ -4,8 +4,8 @@ usage: python -m tests.benchmarks.gpu_chain [--out DIR]
 
 Prints one JSON document: verdicts of the judge on four pictures; seconds from the birth of a
 stage process to its first request and to its first CUDA result; the device's memory in use
-before, during and after; which processes ever mapped the CUDA driver; and the driver's answer
-in a process that has imported what the fork server imports: 3 says that nobody initialised it.
+before, during and after; which processes ever mapped the CUDA driver; and whether what the fork
+server imports has initialised it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ PROMPTS = (
     "a large yellow square below a small red triangle on a black background",
 )
 DRIVER = "libcuda.so"
-NOT_INITIALISED = 3  # the driver's answer to every call before the one that initialises it
 PRELOADED = """
-import ctypes
 from stages import forkserver, worker
+from stages.cuda_state import is_cuda_initialised
 from stages.preload import preload_names
 worker.prepare_environment()
 forkserver.preload(preload_names("z-image"))
-print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+print(int(is_cuda_initialised()))
 print(forkserver.foreign_threads())
 """
 
@@ -73,12 +72,11 @@ def main() -> None:
 
 def preloaded() -> dict[str, Any]:
     """What the fork server's imports leave behind in a process."""
-    status, threads = subprocess.run(
+    is_initialised, threads = subprocess.run(
         [sys.executable, "-c", PRELOADED], check=True, capture_output=True, text=True
     ).stdout.splitlines()[-2:]
     return {
-        "driver_status": int(status),
-        "is_cuda_initialised": int(status) != NOT_INITIALISED,
+        "is_cuda_initialised": bool(int(is_initialised)),
         "threads_in_the_way": threads,
     }
 

@@ -60,6 +60,20 @@ def test_the_cuda_drivers_own_thread_does_not_stand_in_the_way_of_a_fork(
     assert "further threads" not in caplog.text
 
 
+def test_a_fork_server_whose_imports_have_initialised_cuda_does_not_fork(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    preload = ["tests.support.fake_stages:preload_cuda"]
+    with (
+        Launcher(preload=preload, environ=ENVIRON) as launcher,
+        StageSession("encode", launcher) as session,
+    ):
+        assert ask(session, "echo", 7)["answer"] == 7
+
+    assert "has initialised CUDA, so that no fork of it could use a GPU" in caplog.text
+    assert launcher.method == "spawn"
+
+
 def test_a_library_that_cannot_be_preloaded_is_named_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

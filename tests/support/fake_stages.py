@@ -58,6 +58,8 @@ def __getattr__(name: str) -> Any:
         thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
         thread.start()
         Path(f"/proc/self/task/{thread.native_id}/comm").write_text("cuda0000140000")
+    elif name == "preload_cuda":
+        sys.modules["__main__"].is_cuda_initialised = lambda: True  # type: ignore[attr-defined]
     elif name == "preload_exit":
         print("the library is broken", flush=True)
         os._exit(5)
