@@ -12,10 +12,11 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
 from flows.launch import shared_launcher
 from flows.prefect_profile import apply_profile
 from flows.server import Server, begin, configured_url, read_state
+from flows.server_watch import ServerWatch
 from flows.settings import Home, RunSettings
 from stages.errors import StageError
+
+logger = logging.getLogger(__name__)
 
 HELP_OPTIONS = {"-h", "--help"}
 VERBOSE_OPTION = "--verbose"
 OWN_OPTIONS = {"json", "verbose"}
+_UNREACHABLE = "Failed to reach API"  # how Prefect's error begins
 UNCHECKED = {"vae_tiling", "embed_settings", "on_truncate", "fresh"}
 """Arguments of every flow that have no wrong values left once they are parsed."""
 
@@ -61,8 +66,9 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
         options = _parse(name, _function(module), arguments)
         values = {key: value for key, value in vars(options).items() if key not in OWN_OPTIONS}
         module.check(**{key: value for key, value in values.items() if key not in UNCHECKED})
-        with _connected(starting.wait(), announced):
-            code, was_all_found = _run(module, options.json, values)
+        server = starting.wait()
+        with _connected(server, announced), _watched(server, settings.home):
+            code, was_all_found = _run(module, options.json, values, settings.home)
     finally:
         if launcher is not None:
             launcher.close()
@@ -102,12 +108,29 @@ def _connected(server: Server, announced: str | None) -> Iterator[None]:
         yield
 
 
-def _run(module: Any, as_json: bool, values: dict[str, Any]) -> tuple[int, bool]:
+def _watched(server: Server, home: Home) -> AbstractContextManager[object]:
+    """While open, a server of ours that ends is started again."""
+    return ServerWatch(home, os.environ) if server.mode == "local" else nullcontext()
+
+
+def _call(flow: Any, values: dict[str, Any], home: Home) -> Any:
+    """Run a flow; once more if the server ended while the run was being made known to it."""
+    try:
+        return flow(**values)
+    except RuntimeError as error:
+        if not str(error).startswith(_UNREACHABLE):
+            raise
+        logger.warning("%s; the run begins again when it answers", error)
+        begin(home).wait()
+        return flow(**values)
+
+
+def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tuple[int, bool]:
     """Run the flow; returns the exit code, and whether the store held every result."""
     name = module.__name__.rpartition(".")[2]
     with _display(as_json) as tally:
         try:
-            pictures = getattr(module, name)(**values)
+            pictures = _call(getattr(module, name), values, home)
         except KeyboardInterrupt:
             print("exeunt: interrupted; what is finished is kept", file=sys.stderr)
             return EXIT_INTERRUPTED, False

@@ -222,6 +222,7 @@ def stop_server(home: Home) -> bool:
         state = read_state(home)
         if state is None or not state.process.is_alive():
             return False
+        write_state(home, replace(state, was_stopped=True))  # before it ends: runs look at this
         state.process.stop()
         return True
 

@@ -26,6 +26,7 @@ class ServerState:
         version: Of the Prefect that it runs.
         started_s: Seconds since 1970.
         was_healthy: Whether it has answered since it was started.
+        was_stopped: Whether the user has stopped it, so that no run starts it by itself.
     """
 
     process: BackgroundProcess
@@ -33,6 +34,7 @@ class ServerState:
     version: str
     started_s: float
     was_healthy: bool = False
+    was_stopped: bool = False
 
     @property
     def api_url(self) -> str:
@@ -59,6 +61,7 @@ def read_state(home: Home) -> ServerState | None:
             version=str(document["version"]),
             started_s=float(document["started_s"]),
             was_healthy=bool(document["was_healthy"]),
+            was_stopped=bool(document.get("was_stopped")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -72,6 +75,7 @@ def write_state(home: Home, state: ServerState) -> None:
         "version": state.version,
         "started_s": state.started_s,
         "was_healthy": state.was_healthy,
+        "was_stopped": state.was_stopped,
     }
     path = state_path(home)
     partial = path.with_suffix(f".{os.getpid()}.partial")
