@@ -74,7 +74,7 @@ class Phase:
         """
         request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
         self._label, self._ran = label, False
-        if self._run.fresh:  # what this run writes itself still serves its own retries
+        if self._run.fresh and self._stage == "denoise":  # its own ones still serve its retries
             self._run.store.checkpoints(request).clear()
         start = time.perf_counter()
         result = self._result(request)
