@@ -23,7 +23,7 @@ from stages.artifacts import ArtifactStore
 from stages.contracts import OffloadChoice, OffloadPreset, StageResult
 from stages.families import Family, family_named, require_model_of
 from stages.media import check_output_folder
-from stages.models import ModelDirectory, open_model, resolve_model
+from stages.models import MINIATURE, ModelDirectory, open_model, resolve_model
 from stages.offload_rules import choose_offload, without_effect
 from stages.size_rules import trained_edge
 
@@ -218,7 +218,7 @@ def check_job(
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
         model=opened,
-        model_name=opened.directory.name,
+        model_name="miniature" if opened.directory == MINIATURE else opened.directory.name,
         dtype=rules.check_dtype(dtype, opened.components[declared.denoiser].file_dtype),
         device=device,
         offload=choose_offload(offload, device_budget, host_budget),

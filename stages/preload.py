@@ -19,6 +19,7 @@ def preload_names(*families: str) -> tuple[str, ...]:
         "torch",
         "safetensors.torch",
         "accelerate",
+        "diffusers:ModularPipeline",
         *dict.fromkeys(name for each in families for name in family_named(each).preload),
         *worker.HANDLERS.values(),
         "ddo.lifecycle",

@@ -223,6 +223,7 @@ def probe(count: int) -> dict[str, Any]:
         context = StageContext(model_dir=folder, store_url=folder, home_dir=folder, device="cuda")
         environ = {"EXEUNT_STAGE_HANDLERS": "tests.support.gpu_probe"}
         with Launcher("forkserver", environ=environ) as launcher:
+            launcher.expect("z-image")
             for _ in range(count + 1):
                 ready: list[float] = []
                 start = time.perf_counter()

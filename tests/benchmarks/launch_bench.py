@@ -65,6 +65,7 @@ def measure(method: Literal["forkserver", "spawn"], num_children: int) -> dict[s
     libraries_s = 0.0
     memory: dict[str, int] = {}
     with Launcher(method, environ=ENVIRON) as launcher:
+        launcher.expect("z-image")
         for _ in range(num_children):
             watch = Stopwatch()
             with StageSession("encode", launcher, on_event=watch) as session:

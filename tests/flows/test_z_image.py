@@ -35,6 +35,7 @@ def launcher() -> Iterator[Any]:
 
     shared_launcher.cache_clear()
     made = shared_launcher("forkserver")
+    made.expect("z-image")
     made.start_fork_server()
     yield made
     made.close()
