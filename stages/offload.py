@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # What a small model beside a large one may need above its weights: alignment and driver pages.
 _SLACK = 64 << 20
+_EASE = 4  # times the weights' size; a session would have nothing to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Placement:
         self._attached: dict[str, _Attached] = {}
         self._main = ""  # the largest model: torch's memory comes out of its share
         self._listed: set[str] = set()
+        self._is_moved = False
 
     def place(self, pipe: Any, parts: Mapping[str, Component]) -> None:
         """Let every model of a loaded pipeline compute on the device.
@@ -58,11 +60,12 @@ class Placement:
         """
         if is_computed_in_place(self.device):
             return
-        if self.choice.preset == "off":
-            pipe.to(self.device)
-            return
         models = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
         if not models:
+            return
+        self._is_moved = self.choice.preset == "off" or self._fits_with_ease(models)
+        if self._is_moved:
+            pipe.to(self.device)
             return
         try:
             self._attach(models, parts)
@@ -99,7 +102,19 @@ class Placement:
             self._listed.add(name)
             found[name] = report
         chosen = self.choice.model_dump(exclude_none=True)
-        return {**chosen, "device": self.device, "components": found}
+        told = {**chosen, "device": self.device, "components": found}
+        if self._is_moved and self.choice.preset != "off":
+            told["note"] = "the weights take so little of the device that they were moved there"
+        return told
+
+    def _fits_with_ease(self, models: Mapping[str, nn.Module]) -> bool:
+        """Whether nobody set a budget, and there is memory for weights and work many times over."""
+        if self.choice.preset != "auto" or self.choice.device_budget is not None:
+            return False
+        if not self.device.startswith("cuda"):
+            return False
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return _EASE * sum(_nbytes(model) for model in models.values()) <= free
 
     def _attach(self, models: dict[str, nn.Module], parts: Mapping[str, Component]) -> None:
         sizes = {name: _nbytes(model) for name, model in models.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,3 +359,48 @@ def test_on_a_gpu_a_small_budget_makes_the_bits_of_a_model_that_is_all_there(
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= free
+
+
+class Moved:
+    """A pipeline that notes where it is moved."""
+
+    def __init__(self) -> None:
+        self.components = {"transformer": torch.nn.Linear(256, 256)}  # 257 KiB in float32
+        self.devices: list[str] = []
+
+    def to(self, device: str) -> None:
+        self.devices.append(device)
+
+
+@pytest.mark.parametrize(
+    ("choice", "free_nbytes", "is_moved"),
+    [
+        ({}, 2 << 20, True),
+        ({}, 1 << 20, False),
+        ({"device_budget": 1 << 20}, 2 << 20, False),
+        ({"preset": "stream"}, 2 << 20, False),
+        ({"preset": "off"}, 1 << 20, True),
+    ],
+)
+def test_weights_that_fit_with_ease_are_moved_whole(
+    monkeypatch: pytest.MonkeyPatch, choice: dict[str, Any], free_nbytes: int, is_moved: bool
+) -> None:
+    attached: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_nbytes, free_nbytes))
+    monkeypatch.setattr(Placement, "_attach", lambda self, models, _: attached.extend(models))
+    monkeypatch.setattr(offload, "_tell_device", lambda *_: None)
+    pipe, placement = Moved(), Placement("cuda", OffloadChoice(**choice))
+    placement._attached = {
+        "": SimpleNamespace(opened=SimpleNamespace(backend=SimpleNamespace(device=None)))
+    }  # type: ignore[dict-item]
+    placement.place(pipe, {})
+    assert pipe.devices == (["cuda"] if is_moved else [])
+    assert attached == ([] if is_moved else ["transformer"])
+
+
+def test_the_report_tells_of_weights_that_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    placement = Placement("cuda", OffloadChoice())
+    placement.place(Moved(), {})
+    assert placement.report()["components"] == {}
+    assert "were moved there" in placement.report()["note"]
