@@ -55,6 +55,7 @@ def test_a_machine_without_a_gpu_is_nothing_wrong_and_the_rest_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EXEUNT_DEVICE", "cpu")
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)  # of the test session's own server
     monkeypatch.setattr(doctor, "GPU_DEVICE_FILES", (tmp_path / "nothing",))
     code, out, err = consult(capsys, "--json")
     found = json.loads(out)

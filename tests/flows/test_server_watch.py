@@ -85,9 +85,11 @@ def test_a_server_that_keeps_ending_is_left_alone(
 
 def test_a_run_that_met_no_server_begins_again_when_it_is_back(
     fake_home: Home,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)  # of the test session's own server
     given: list[int] = []
 
     def flow(seed: int) -> str:
@@ -102,7 +104,9 @@ def test_a_run_that_met_no_server_begins_again_when_it_is_back(
     assert "the run begins again when it answers" in caplog.text
 
 
-def test_other_errors_of_a_run_are_not_tried_again(fake_home: Home) -> None:  # noqa: F811
+def test_other_errors_of_a_run_are_not_tried_again(
+    fake_home: Home,  # noqa: F811
+) -> None:
     given: list[int] = []
 
     def flow(seed: int) -> str:
