@@ -203,7 +203,7 @@ def test_a_step_that_runs_out_of_device_memory_is_repeated_with_fewer_residents(
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("host_budget", [0, 1, 24, 48, 80])
+@pytest.mark.parametrize("host_budget", [0, 1, 24, 48, 128])
 def test_results_are_bit_equal_by_every_host_tier(net, expected, make_backend, host_budget):
     """Weights of 100 MiB of which the host may pin a part: the rest goes through reader threads."""
     before = photograph(net)
@@ -213,6 +213,6 @@ def test_results_are_bit_equal_by_every_host_tier(net, expected, make_backend, h
             assert torch.equal(run(net), expected)
         pins = session.report().pins
         assert pins["registered_bytes"] + pins["ring_bytes"] <= host_budget * MIB
-        assert (pins["staged_bytes"] > 0) == (host_budget > 0)
+        assert (pins["staged_bytes"] > 0) == (0 < host_budget < 128)  # 128 MiB hold everything
         assert (pins["pageable_bytes"] > 0) == (host_budget == 0)
     assert_same(before, photograph(net))
