@@ -453,9 +453,7 @@ class StagedBatch:
 
         Those from files are file, offset, bytes, device address. Both kinds are staged.
         """
-    def submit(
-        self, stream: int, after: Sequence[EventFence], ready: EventFence
-    ) -> StagedTransfer:
+    def submit(self, stream: int, after: Sequence[EventFence], ready: EventFence) -> StagedTransfer:
         """Enqueue behind `after`, and record `ready` behind all, by the transfer's end.
 
         Before that `ready` is where it was: wait for the transfer, then for the fence.
