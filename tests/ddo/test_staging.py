@@ -256,12 +256,14 @@ def test_a_signal_while_a_disk_hangs_gets_through(net):
         disk.clear()
         num_before = backend.pins.counters.num_staging_waits
         other = threading.Thread(target=interrupt_when_somebody_waits, args=(num_before,))
-        other.start()
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(3):
-                run(net)
-        disk.set()
-        other.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                other.start()  # it may interrupt at once
+                for _ in range(3):
+                    run(net)
+        finally:
+            disk.set()
+            other.join()
         for _ in range(3):
             assert torch.equal(run(net), expected)
     assert_same(before, photograph(net))

@@ -30,7 +30,7 @@ def expected(victim: Victim) -> dict[int, bytes]:
     return undisturbed(victim, list(SEEDS.values()))
 
 
-@pytest.mark.parametrize(("target", "delay_s"), [("child", 0.3), ("flow", 3.0), ("server", 2.0)])
+@pytest.mark.parametrize(("target", "delay_s"), [("child", 0.1), ("flow", 3.0), ("server", 2.0)])
 def test_a_killed_run_is_finished_by_the_same_command(
     victim: Victim, expected: dict[int, bytes], target: str, delay_s: float
 ) -> None:
