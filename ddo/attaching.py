@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddo.host_memory import read_host_memory
+from ddo.host_memory import pinnable_bytes
 from ddo.lifecycle import ENTRY_POINTS, OffloadSession
 from ddo.owning import NotOwnable, find_obstacle, why_not_grouped
 from ddo.phases import Phases
@@ -21,8 +21,6 @@ from ddo.source import associate, materialize
 from ddo.torch_backend import DeviceError, TorchBackend
 from ddo.transfer import Backend
 from ddo.weight_files import WeightFiles, read_weight_files
-
-_PINNED_SHARE = 0.6  # of what the host has left: pinned pages are lost to everybody else
 
 
 def attach(
@@ -164,9 +162,7 @@ def open_device(device: str | torch.device, settings: OffloadSettings) -> Opened
         raise DeviceError(f"no CUDA device is usable, {place} was asked for; use device cpu")
     if place.type == "cuda":
         torch.empty(1, device=place)  # torch makes the context that everything else shares
-    host = settings.host_budget_bytes
-    if host is None:
-        host = int(read_host_memory().available_bytes * _PINNED_SHARE)
+    host = pinnable_bytes(settings.host_budget_bytes)
     limit = settings.device_budget_bytes
     if limit is None:
         limit, _ = torch.cuda.mem_get_info(place)

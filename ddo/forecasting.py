@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddo.host_memory import read_host_memory
+from ddo.host_memory import pinnable_bytes
 from ddo.planning import BlockSpec, OffloadPlan, plan
 from ddo.settings import OffloadSettings, SettingsError
 from ddo.sizes import show_nbytes
@@ -19,7 +19,6 @@ SCHEMA = 1
 DEFAULT_LINK_BYTES_PER_S = 25e9
 """A PCIe 4 x16 link with pinned memory; give your own, `exeunt doctor` measures it."""
 
-_PINNED_SHARE = 0.6
 # Of a layer that turns `n` features into `m`: its input, its output, and a copy of either that
 # an activation function or a residual sum makes.
 _LIVE_COPIES = 2
@@ -114,7 +113,7 @@ def forecast(
     activations = _activation_bytes(files.tensors.values(), tokens, dtype)
     sizes = {tensor.name: _nbytes(tensor, dtype) for tensor in files.tensors.values()}
     weight_bytes = sum(sizes.values())
-    host = settings.host_budget_bytes or int(read_host_memory().available_bytes * _PINNED_SHARE)
+    host = pinnable_bytes(settings.host_budget_bytes)
     step_s = found.step_s if compute_s is not None else None
     peak = found.device_bytes + activations
     return Forecast(

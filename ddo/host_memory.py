@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_PINNED_SHARE = 0.6
 _NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page
 
 
@@ -35,6 +36,16 @@ def read_host_memory(
         if (left := _left_in(folder)) is not None:
             found.append(HostMemory(available_bytes=left, limited_by=str(folder)))
     return min(found, key=lambda memory: memory.available_bytes)
+
+
+def pinnable_bytes(budget_bytes: int | None) -> int:
+    """Host memory that may be pinned: the budget, or by default a part of what is left.
+
+    A part, since pinned pages are lost to everybody else.
+    """
+    if budget_bytes is not None:
+        return budget_bytes
+    return int(read_host_memory().available_bytes * _PINNED_SHARE)
 
 
 def _mem_available(proc: Path) -> int:

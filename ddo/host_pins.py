@@ -17,10 +17,8 @@ from torch import Tensor
 
 from ddo.host_sources import file_behind
 from ddo.pin_counters import PinCounters
-from ddo.registrars import NOT_SUPPORTED, DriverRegistrar, Registrar
+from ddo.registrars import Registrar
 from ddo.staging import HostPiece, OpenStager, Stager, staging_size
-
-__all__ = ["NOT_SUPPORTED", "PAGE", "DriverRegistrar", "HostPins", "PinCounters", "Registrar"]
 
 PAGE = mmap.PAGESIZE
 _JOIN_GAP = 1 << 20  # pages between two copies that are cheaper to register than to skip
@@ -119,10 +117,6 @@ class HostPins:
         if at < stop:
             found.append(self._unpinned_piece(memory[at - start :]))
         return found
-
-    def sources(self, memory: Tensor) -> list[Tensor]:
-        """Where to copy a tensor's bytes from, in order."""
-        return [piece.memory for piece in self.pieces(memory)]
 
     def close(self) -> None:
         """Unpin everything. No copy may be pending."""

@@ -10,15 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddo.errors import DdoError
-from ddo.residency import (
-    DoesNotFit,
-    Link,
-    Load,
-    Residency,
-    choose_residency,
-    hold_residency,
-    place_uses,
-)
+from ddo.loads import Link, Load, Residency, place_uses
+from ddo.residency import DoesNotFit, choose_residency, hold_residency
 from ddo.settings import OffloadSettings
 from ddo.simulate import Use, simulate
 from ddo.sizes import show_nbytes

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -228,8 +228,7 @@ class _Files:
 
     def _check(self, handle: int, file: FileRange, offset: int) -> None:
         """Refuse what was read if the file is another one by now."""
-        found: Any = os.fstat(handle)
-        now = FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        now = FileIdentity.of(handle)
         if now != file.identity:
             raise SourceError(
                 f"weight file changed before byte {offset} of it was read, it had "

@@ -10,6 +10,8 @@ import ctypes
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddo.process_maps import MAPS, mapped_spans
+
 NOT_SUPPORTED = 801
 """The driver's status for what it cannot do: the next tier serves the bytes."""
 
@@ -54,15 +56,10 @@ class DriverRegistrar:
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
 
-def touches_private_file(address: int, nbytes: int, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether any of these pages is of a file that is mapped `MAP_PRIVATE`. Linux only."""
-    try:
-        lines = maps.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        span, permissions, _, _, inode = line.split(maxsplit=5)[:5]
-        begin, end = (int(edge, 16) for edge in span.split("-"))
-        if begin < address + nbytes and address < end and permissions[3] == "p" and inode != "0":
-            return True
-    return False
+def touches_private_file(address: int, nbytes: int, maps: Path = MAPS) -> bool:
+    """Whether any of these pages is of a file that is mapped `MAP_PRIVATE`."""
+    return any(
+        span.is_private and span.inode
+        for span in mapped_spans(maps)
+        if span.begin < address + nbytes and address < span.end
+    )

@@ -16,17 +16,6 @@ from ddo.loads import Link, Load, Residency, place_uses
 from ddo.search import Search
 from ddo.simulate import simulate
 
-__all__ = [
-    "DoesNotFit",
-    "Link",
-    "Load",
-    "Residency",
-    "choose_residency",
-    "hold_residency",
-    "place_uses",
-    "smallest_need",
-]
-
 
 class DoesNotFit(Exception):
     """Even the smallest ring exceeds the budget; `needed_nbytes` would do."""

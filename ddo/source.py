@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ddo.process_maps import MAPS, mapped_spans
 from ddo.weight_files import FileIdentity, SourceError, StoredTensor, WeightFiles, some
 
-_MAPS_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -85,24 +85,12 @@ _PRESENT = 3 << 62  # in memory, or swapped out
 class MappedFiles:
     """The files that are mapped into this process now, to be asked by address. Linux only."""
 
-    def __init__(self, maps: Path = Path("/proc/self/maps")) -> None:
-        self._spans: list[tuple[int, int, int, str, int]] = []
-        self._begins: list[int] = []
+    def __init__(self, maps: Path = MAPS) -> None:
         self._identities: dict[str, FileIdentity | None] = {}
         self._pages = PageFlags()
         weakref.finalize(self, self._pages.close)
-        try:
-            lines = maps.read_text(errors="surrogateescape").splitlines()
-        except OSError:
-            return
-        for line in lines:
-            if match := _MAPS_LINE.fullmatch(line):
-                begin, end, _, offset, _, inode, path = match.groups()
-                self._spans.append(
-                    (int(begin, 16), int(end, 16), int(offset, 16), path, int(inode))
-                )
-        self._spans.sort()
-        self._begins = [span[0] for span in self._spans]
+        self._spans = [span for span in mapped_spans(maps) if span.path.startswith("/")]
+        self._begins = [span.begin for span in self._spans]
 
     def find(self, address: int, nbytes: int) -> FileRange | None:
         """The file bytes at an address.
@@ -113,15 +101,16 @@ class MappedFiles:
         at = bisect_right(self._begins, address) - 1 if self._spans else -1
         if at < 0 or not nbytes:
             return None
-        begin, end, offset, path, inode = self._spans[at]
-        if address + nbytes > end:
+        span = self._spans[at]
+        path = span.path
+        if address + nbytes > span.end:
             return None
         if path not in self._identities:
             self._identities[path] = _identity(path)
         identity = self._identities[path]
-        if identity is None or identity.inode != inode:
+        if identity is None or identity.inode != span.inode:
             return None
-        start = offset + address - begin
+        start = span.offset + address - span.begin
         if self._pages.is_private(address, nbytes):
             return None
         if start + nbytes > identity.nbytes:

@@ -40,7 +40,6 @@ class Streamer:
         self._residents = Residents(backend, blocks, metrics)
         self._ring: Ring | None = None
         self._ring_numbers: dict[int, int] = {}  # of a block in the ring
-        self._ring_memory: Tensor | None = None
         self._views: dict[int, list[Tensor]] = {}  # of streamed weights at their places
         self._bound: dict[int, Tensor] = {}  # memory of streamed blocks in use
 
@@ -194,7 +193,6 @@ class Streamer:
             ],
             [*used, *unseen],
         )
-        self._ring_memory = memory
         self._ring_numbers = numbers
         self._ring.prefetch()
 
@@ -209,4 +207,4 @@ class Streamer:
         self._bound.clear()
         self._views.clear()
         self._ring_numbers = {}
-        self._ring = self._ring_memory = None
+        self._ring = None

@@ -39,8 +39,8 @@ class FileIdentity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: str | Path) -> FileIdentity:
-        """The identity that a path has now. Raises OSError."""
+    def of(cls, path: str | Path | int) -> FileIdentity:
+        """The identity that a path, or an open file, has now. Raises OSError."""
         found = os.stat(path)  # noqa: PTH116 - a Path would be made only to be taken apart
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddo.errors import DdoError
-from ddo.forecasting import forecast
+from ddo.forecasting import DEFAULT_LINK_BYTES_PER_S, forecast
 from ddo.planning import PlanError
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
@@ -27,7 +27,6 @@ from stages.forecast_records import ComponentForecast, Job, ModelForecast, Rates
 from stages.models import Component, ModelDirectory, open_model
 from stages.offload_rules import choose_offload
 
-ASSUMED_LINK_BYTES_PER_S = 25e9  # PCIe 4 x16, pinned
 ASSUMED_FLOPS_PER_S = 100e12  # matrix products in half precision on a card of the middle
 ASSUMED_TOKENS = 512
 _WITHOUT_LIMIT = 1 << 50  # bytes: what a device without a given size is planned with
@@ -136,7 +135,7 @@ class _Planner:
     @property
     def link(self) -> float:
         return float(
-            self.choice.link_rate or self.rates.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
+            self.choice.link_rate or self.rates.link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S
         )
 
     @property

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ddo.layout import lay_out_ring
-from ddo.residency import DoesNotFit, Link, Load, choose_residency, place_uses, smallest_need
+from ddo.loads import Link, Load, place_uses
+from ddo.residency import DoesNotFit, choose_residency, smallest_need
 from ddo.search import Search
 from ddo.simulate import simulate
 

@@ -409,7 +409,7 @@ def test_slabs_of_what_is_not_wanted_any_more_make_room_too():
     pins.pin([memory[40 * PAGE : 60 * PAGE]])
     assert pins.counters.slab_bytes == 20 * PAGE
     assert not any(p.is_pinned for p in pins.pieces(memory[: 20 * PAGE]))
-    assert torch.equal(torch.cat(pins.sources(memory)), memory)
+    assert torch.equal(torch.cat([piece.memory for piece in pins.pieces(memory)]), memory)
     pins.close()
     assert registrar.pages == {}
 
