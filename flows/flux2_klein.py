@@ -12,6 +12,8 @@ from flows.text_to_image import (
     Job,
     begin,
     check_job,
+    decode_pictures,
+    denoise_pictures,
     documented,
     open_for,
     run_name,
@@ -86,30 +88,8 @@ def flux2_klein(
             for text in job.prompts
         ]
 
-    with run.phase("denoise", len(job.pictures)) as denoise:
-        latents = [
-            denoise(
-                embeds[n],
-                label=job.label(n, one),
-                seed=one,
-                height=job.height,
-                width=job.width,
-                num_inference_steps=job.num_inference_steps,
-                guidance_scale=job.guidance_scale,
-            )
-            for n, one in job.pictures
-        ]
-
-    with run.phase("decode", len(job.pictures)) as decode:
-        images = [
-            decode(
-                latents[k],
-                label=job.label(n, one),
-                tiling=True if vae_tiling == "on" else None,
-            )
-            for k, (n, one) in enumerate(job.pictures)
-        ]
-
+    latents = denoise_pictures(run, job, embeds)
+    images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
     return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
 
 

@@ -1,6 +1,7 @@
-"""What every flow from text to pictures does: check its arguments, begin a run, save pictures.
+"""What every flow from text to pictures does: its checks, its run, its phases after encode.
 
-The flow itself, with its defaults and its phases in reading order, stands in the family's file.
+The flow itself, with its defaults and its phases in reading order, stands in the family's file;
+so does what only the family knows, such as how it encodes.
 """
 
 from __future__ import annotations
@@ -249,6 +250,46 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
             f"negative_prompt has no effect at guidance_scale {job.guidance_scale:g}; set it over 1"
         )
     return run
+
+
+def denoise_pictures(run: Run, job: Job, embeds: Sequence[StageResult]) -> list[StageResult]:
+    """The denoise phase: latents of every picture.
+
+    Args:
+        embeds: One per prompt.
+    """
+    with run.phase("denoise", len(job.pictures)) as denoise:
+        return [
+            denoise(
+                embeds[n],
+                label=job.label(n, seed),
+                seed=seed,
+                height=job.height,
+                width=job.width,
+                num_inference_steps=job.num_inference_steps,
+                guidance_scale=job.guidance_scale,
+            )
+            for n, seed in job.pictures
+        ]
+
+
+def decode_pictures(
+    run: Run, job: Job, latents: Sequence[StageResult], *, vae_tiling: str
+) -> list[StageResult]:
+    """The decode phase: pixels of every picture.
+
+    Args:
+        latents: One per picture.
+    """
+    with run.phase("decode", len(job.pictures)) as decode:
+        return [
+            decode(
+                latents[k],
+                label=job.label(n, seed),
+                tiling=True if vae_tiling == "on" else None,
+            )
+            for k, (n, seed) in enumerate(job.pictures)
+        ]
 
 
 def save_pictures(
