@@ -21,8 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.tiny_families import Case
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="exeunt-tests-"))
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -161,6 +165,22 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.send_signal(signal.SIGKILL)
         server.wait()
+
+
+# ---- models --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Gives a family's tiny model, built once a module."""
+    root, built = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
+
+    def model_dir(case: Case) -> Path:
+        if case.name not in built:
+            built[case.name] = case.build(root / case.name)
+        return Path(built[case.name])
+
+    return model_dir
 
 
 # ---- what a test leaves behind -------------------------------------------------------------

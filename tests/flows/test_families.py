@@ -30,19 +30,6 @@ pytestmark = [
 NEW = [name for name in sorted(CASES) if name != "z-image"]  # test_z_image.py has that one
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives a family's tiny model, built once."""
-    root, built = tmp_path_factory.mktemp("tiny"), {}
-
-    def model_dir(case: Case) -> Path:
-        if case.name not in built:
-            built[case.name] = case.build(root / case.name)
-        return Path(built[case.name])
-
-    return model_dir
-
-
 @pytest.fixture(scope="module", autouse=True)
 def launcher() -> Iterator[Any]:
     """One fork server for the module, which serves every family."""

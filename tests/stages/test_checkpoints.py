@@ -51,19 +51,6 @@ class KillAt(Heard):
             raise Killed
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives a family's tiny model, built once."""
-    root, built = tmp_path_factory.mktemp("tiny"), {}
-
-    def model_dir(case: Case) -> Path:
-        if case.name not in built:
-            built[case.name] = case.build(root / case.name)
-        return Path(built[case.name])
-
-    return model_dir
-
-
 @pytest.fixture
 def z_image(tiny: Any) -> Path:
     return Path(tiny(CASES["z-image"]))

@@ -33,19 +33,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 TASK = "text-to-image"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives a family's tiny model, built once."""
-    root, built = tmp_path_factory.mktemp("tiny"), {}
-
-    def model_dir(case: Case) -> Path:
-        if case.name not in built:
-            built[case.name] = case.build(root / case.name)
-        return Path(built[case.name])
-
-    return model_dir
-
-
 @pytest.fixture(params=sorted(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
