@@ -83,12 +83,13 @@ class HostPins:
             pieces = [piece for memory in wanted for piece in self.pieces(memory)]
             rest = [piece.memory for piece in pieces if not piece.is_pinned]
             spans = list(_spans(list(spread(rest, self.left_bytes)), 0))
+        self._renew_slabs(wanted)
         for span in spans:
-            begin = span[0].data_ptr() // PAGE * PAGE
-            is_refused = False
-            for low, high in self._gaps(begin, _page_end(span[-1])):
-                is_refused |= not self._register(low, high, span[0])
-            if is_refused:
+            own = _own_pages(span)
+            is_partial = own != _pages(span)
+            for low, high in self._gaps(*own):
+                is_partial |= not self._register(low, high, span[0])
+            if is_partial:
                 for memory in span:
                     self._copy_to_slabs(memory)
         if any(self._unpinned_bytes(memory) for memory in wanted):
@@ -196,8 +197,7 @@ class HostPins:
 
     def _cost(self, spans: Sequence[Sequence[Tensor]]) -> int:
         """Bytes of the pages that registering these would take."""
-        ranges = [(span[0].data_ptr() // PAGE * PAGE, _page_end(span[-1])) for span in spans]
-        return sum(high - low for pages in ranges for low, high in self._gaps(*pages))
+        return sum(high - low for span in spans for low, high in self._gaps(*_pages(span)))
 
     def _unpinned_bytes(self, memory: Tensor) -> int:
         start = memory.data_ptr()
@@ -236,6 +236,15 @@ class HostPins:
             self._add(_Pinned(low, high, slab, memory))
             self.counters.slab_bytes += nbytes
 
+    def _renew_slabs(self, memories: Sequence[Tensor]) -> None:
+        """Copy to slabs what may have been rewritten since; files are never."""
+        for memory in memories:
+            start = memory.data_ptr()
+            for entry in self._overlapping(start, start + memory.numel()):
+                if entry.memory is not None and file_behind(entry.owner) is None:
+                    begin, end = (at - entry.owner.data_ptr() for at in (entry.begin, entry.end))
+                    entry.memory[: end - begin].copy_(entry.owner[begin:end])
+
     def _add(self, entry: _Pinned) -> None:
         insort(self._pinned, entry, key=lambda other: other.begin)
 
@@ -258,6 +267,26 @@ def spread(memories: Sequence[Tensor], nbytes: int) -> Iterator[Tensor]:
 
 def _page_end(memory: Tensor) -> int:
     return -(-(memory.data_ptr() + memory.numel()) // PAGE) * PAGE
+
+
+def _pages(span: Sequence[Tensor]) -> tuple[int, int]:
+    """The pages in which neighbours of one storage have a byte."""
+    return span[0].data_ptr() // PAGE * PAGE, _page_end(span[-1])
+
+
+def _own_pages(span: Sequence[Tensor]) -> tuple[int, int]:
+    """Those of them in which nobody else has one.
+
+    A driver refuses to copy what lies on both sides of the border of a registration: on the
+    heap that may be anybody's tensor.
+    """
+    begin, end = _pages(span)
+    if file_behind(span[0]) is not None:
+        return begin, end
+    first, last = (memory.untyped_storage() for memory in (span[0], span[-1]))
+    begin = max(begin, -(-first.data_ptr() // PAGE) * PAGE)
+    end = min(end, (last.data_ptr() + last.nbytes()) // PAGE * PAGE)
+    return begin, max(begin, end)
 
 
 def _spans(memories: Sequence[Tensor], join_gap: int) -> Iterator[list[Tensor]]:

@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_map_only
 from ddo.blocks import Block
 from ddo.compiled import is_region
 
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+"""They take a weight from the host as it is; so do the ring's own copies."""
+
 
 class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets operators use weights that are not on the device, and remembers their blocks.
@@ -71,6 +74,8 @@ class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the tensors inside come by when the wrapper computes with them
+        if func in _COPIES:
+            return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Tensor, self._lend, (args, kwargs or {}))
         return func(*args, **kwargs)
 

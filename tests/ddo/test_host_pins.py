@@ -50,7 +50,9 @@ class FakeRegistrar:
 
 @pytest.fixture
 def memory():
-    return torch.arange(40 * PAGE, dtype=torch.int64).to(torch.uint8)
+    """Whole pages of its own."""
+    memory = torch.frombuffer(mmap.mmap(-1, 40 * PAGE), dtype=torch.uint8)
+    return memory.copy_(torch.arange(40 * PAGE, dtype=torch.int64))
 
 
 def test_neighbours_are_registered_at_once_and_given_back(memory):
@@ -63,6 +65,32 @@ def test_neighbours_are_registered_at_once_and_given_back(memory):
     assert pins.counters.pageable_bytes == 0
     pins.close()
     assert registrar.pages == {}
+
+
+def test_pages_on_which_others_have_bytes_are_not_registered(memory):
+    """A copy of what lies half in a registration fails, and on the heap it may be anybody's."""
+    registrar = FakeRegistrar()
+    pins = HostPins(registrar, 1 << 30)
+    begin = memory.data_ptr()
+    buffer = (ctypes.c_uint8 * (3 * PAGE)).from_address(begin + PAGE // 2)
+    own = torch.frombuffer(buffer, dtype=torch.uint8)  # a tensor with neighbours on its pages
+    pins.pin([own])
+    slabs = {s.data_ptr() for s in sources_of(pins, own) if not _is_inside(s, memory)}
+    assert {a - begin for a in registrar.pages if a not in slabs} == {PAGE}
+    assert registrar.pages[begin + PAGE] == 2 * PAGE
+    sources = sources_of(pins, own)
+    assert all(registrar.covers(source) for source in sources)
+    assert torch.equal(torch.cat(sources), own)
+    assert pins.counters.pageable_bytes == 0
+    own.fill_(7)
+    pins.pin([own])
+    assert torch.equal(torch.cat(sources_of(pins, own)), own)
+    pins.close()
+    assert registrar.pages == {}
+
+
+def _is_inside(part, memory):
+    return memory.data_ptr() <= part.data_ptr() < memory.data_ptr() + memory.numel()
 
 
 def test_what_is_pinned_already_is_not_registered_twice(memory):

@@ -56,3 +56,15 @@ def test_compiled_blocks_run_uncompiled_while_strays_are_looked_for():
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(net(x), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_weight_that_is_copied_to_the_device_is_no_stray():
+    """The ring's own copies are no use of a weight outside of its layer."""
+    net = Peeking()
+    blocks = take_inventory(net, torch.device("cpu")).blocks
+    slot = torch.empty_like(net.peeked.weight)
+    with StrayFinder(enumerate(blocks), torch.device("cpu")) as finder:
+        slot.copy_(net.peeked.weight)
+        net.peeked.weight.to(torch.float64)
+    assert finder.found == set()
+    assert torch.equal(slot, net.peeked.weight)
