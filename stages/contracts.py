@@ -18,6 +18,13 @@ MAX_SEED = 2**64 - 1
 DEFAULT_CHECKPOINT_EVERY_S = 60.0
 """Long enough that a quick picture writes none, short enough that little is lost."""
 
+HANDOVER_SCHEMA = "exeunt.handover/1"
+METADATA_KEY = "exeunt"
+"""The entry of a safetensors file's metadata under which a handover's document stands."""
+
+MEDIA_STAGE = "media"
+"""What stands as the stage of an artifact that the user gave: an argument, no stage's result."""
+
 Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 StageName = Literal["inspect", "encode", "condition", "denoise", "decode"]
 OffloadPreset = Literal["auto", "resident", "stream", "low_memory", "group", "off"]

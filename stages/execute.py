@@ -1,4 +1,4 @@
-"""Run one phase for a request: what encode, denoise and decode have in common.
+"""Run one phase for a request: what encode, condition, denoise and decode have in common.
 
 A stage process serves many requests of one phase; its pipeline is loaded once and kept.
 """
@@ -17,7 +17,13 @@ import torch
 from stages.artifacts import ArtifactStore
 from stages.borders import check_border
 from stages.components import component_names, load, prepare, renew_job_state
-from stages.contracts import ArtifactRef, StageContext, StageRequest, StageResult
+from stages.contracts import (
+    MEDIA_STAGE,
+    ArtifactRef,
+    StageContext,
+    StageRequest,
+    StageResult,
+)
 from stages.devices import require_device
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
@@ -45,7 +51,8 @@ class Job:
     """One request on its way through a stage.
 
     Attributes:
-        options: The pipeline's own arguments: the request's, less those for guiders.
+        options: The pipeline's own arguments: the request's, less those for guiders, and the
+            pictures, video and sound among its inputs.
         guidance: Guider component -> scale.
         handed: What the upstream artifacts hold, on the stage's device.
         facts: What the upstream artifacts say about themselves, by role.
@@ -98,6 +105,9 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
     handed, facts = Handover(), {}
     for role, ref in sorted(request.inputs.items()):
         opened = unpack(store.path(ref), context.device)
+        if opened.stage == MEDIA_STAGE:
+            options |= opened.handover.values
+            continue
         handed.values |= opened.handover.values
         handed.groups |= opened.handover.groups
         if opened.handover.generator_state is not None:

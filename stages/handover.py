@@ -18,14 +18,12 @@ import torch
 from safetensors import safe_open
 
 from stages.codec import from_entries, to_entries
-from stages.contracts import canonical_json
+from stages.contracts import HANDOVER_SCHEMA, METADATA_KEY, canonical_json
 from stages.errors import ArtifactError
 from stages.phases import Handover
 from stages.safetensors_header import Sink, TensorBytes
 from stages.safetensors_header import write as write_safetensors
 
-SCHEMA = "exeunt.handover/1"
-METADATA_KEY = "exeunt"
 GENERATOR_ENTRY = "generator_state"
 
 
@@ -52,7 +50,7 @@ def write(sink: Sink, stage: str, handover: Handover, facts: Mapping[str, Any]) 
     entries, tree = to_entries({"values": handover.values, "groups": handover.groups})
     if handover.generator_state is not None:
         entries[GENERATOR_ENTRY] = handover.generator_state.clone()
-    document = {"schema": SCHEMA, "stage": stage, "tree": tree, "facts": dict(facts)}
+    document = {"schema": HANDOVER_SCHEMA, "stage": stage, "tree": tree, "facts": dict(facts)}
     metadata = {METADATA_KEY: canonical_json(document).decode("ascii")}
     write_safetensors(sink, {name: _bytes_of(each) for name, each in entries.items()}, metadata)
 
@@ -107,9 +105,10 @@ def parse_metadata(metadata: Mapping[str, str] | None, where: str) -> dict[str, 
             f"{where} is not a handover: its metadata has no {METADATA_KEY!r} entry"
         )
     document: dict[str, Any] = json.loads(text)
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") != HANDOVER_SCHEMA:
         raise ArtifactError(
-            f"{where} has schema {document.get('schema')!r}, this version reads {SCHEMA!r}; "
+            f"{where} has schema {document.get('schema')!r}, this version reads "
+            f"{HANDOVER_SCHEMA!r}; "
             "update exeunt, or run again with --fresh"
         )
     return document

@@ -20,7 +20,7 @@ from stages.errors import ModelError
 from stages.execute import Events, finish, open_job
 from stages.manifest import MANIFEST_TYPE, Manifest, PhaseFacts
 from stages.models import open_model
-from stages.phases import Graph
+from stages.phases import Graph, first_task_alike
 from stages.weight_names import may_be_left_over, may_be_missing, shapes_as_loaded
 
 _NAMED = 3  # tensors named in an error
@@ -39,7 +39,8 @@ def run(
     events.progress("running", message="reading configurations and headers")
     with job.tracker.host_phase("run"):
         phases = {
-            phase: _facts(job.graph, phase, job.model_dir, job.dtype) for phase in job.graph.phases
+            phase: _facts(job.graph, request.task, phase, job.model_dir, job.dtype)
+            for phase in job.graph.phases
         }
         names = {name for facts in phases.values() for name in facts.components}
         counted = check_weights(job.model_dir, names)
@@ -54,7 +55,7 @@ def run(
     return finish(job, {"manifest": job.store.put(content, MANIFEST_TYPE)})
 
 
-def _facts(graph: Graph, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:
+def _facts(graph: Graph, task: str, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:
     pipe = prepare(graph, phase, model_dir, dtype=dtype)
     made_before = {
         item.name
@@ -66,6 +67,7 @@ def _facts(graph: Graph, phase: str, model_dir: Path, dtype: torch.dtype) -> Pha
         components=tuple(sorted(component_names(pipe))),
         options=tuple(sorted(named - made_before - {"generator"})),
         inputs=tuple(sorted(named & made_before)),
+        task=first_task_alike(graph, task, phase),
     )
 
 

@@ -16,11 +16,14 @@ class PhaseFacts(Record):
         components: Components whose files the phase loads.
         options: Names of the options its blocks take.
         inputs: Names of the values it takes from earlier phases.
+        task: The family's first task for which the phase is the same: requests are made under
+            its name, so that tasks share what they have in common.
     """
 
     components: tuple[str, ...]
     options: tuple[str, ...]
     inputs: tuple[str, ...]
+    task: str = ""
 
 
 class Manifest(Record):

@@ -1,8 +1,10 @@
 """Split a modular pipeline's blocks into phases, and run one of them.
 
 Works on any modular pipeline of diffusers by one rule: every pipeline has a top-level block
-named `denoise`; what stands before it encodes, what stands after it decodes. Six rules make
-the split bit-exact; each is marked where it is kept, and each has a test that fails without it.
+named `denoise`; what stands before it encodes, what stands after it decodes. Of what encodes,
+blocks that read media and no prompt make up a phase of their own, `condition`, so that one
+encoded prompt serves any picture and one encoded picture any prompt. Six rules make the split
+bit-exact; each is marked where it is kept, and each has a test that fails without it.
 
 1. Blocks are resolved once over the whole graph, for a branch may depend on another phase.
 2. Guiders and processors come from the whole pipeline, not from the phase.
@@ -15,16 +17,28 @@ the split bit-exact; each is marked where it is kept, and each has a test that f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from stages.errors import RequestError
+from stages.errors import RequestError, StageFailed
 from stages.families import Family
 
-PHASES = ("encode", "denoise", "decode")
+PHASES = ("encode", "condition", "denoise", "decode")
+"""All phases there are, in the order they run; a task has those that it has blocks for."""
+
+MEDIA = frozenset(
+    {
+        *("image", "mask_image", "last_image", "reference_images", "control_image"),
+        *("ip_adapter_image", "video", "mask", "audio", "conditions"),
+    }
+)
+"""The arguments of pipelines that hold pictures, video or sound."""
+
+PROMPT = "prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +48,7 @@ class Graph:
     Attributes:
         pipeline_class: The modular pipeline class.
         whole: All blocks, unresolved: what the pipeline class itself would run.
-        phases: Resolved blocks of each phase that has any.
+        phases: Resolved blocks of each phase that has any, in the order they run.
     """
 
     family: Family
@@ -85,19 +99,70 @@ def split(family: Family, task: str) -> Graph:
     leaves = whole.get_execution_blocks(**triggers).sub_blocks  # rule 1
     tops = list(dict.fromkeys(_top(name) for name in leaves))
     cut = tops.index("denoise")
-    groups = {"encode": tops[:cut], "denoise": ["denoise"], "decode": tops[cut + 1 :]}
-    phases = {
-        phase: SequentialPipelineBlocks.from_blocks_dict(
+
+    def blocks_of(names: Sequence[str]) -> Any:
+        return SequentialPipelineBlocks.from_blocks_dict(
             {name: block for name, block in leaves.items() if _top(name) in names}
         )
-        for phase, names in groups.items()
-        if names
+
+    condition = _conditioning({top: blocks_of([top]) for top in tops[:cut]})
+    groups = {
+        "encode": [top for top in tops[:cut] if top not in condition],
+        "condition": condition,
+        "denoise": ["denoise"],
+        "decode": tops[cut + 1 :],
     }
+    phases = {phase: blocks_of(names) for phase, names in groups.items() if names}
     return Graph(family=family, pipeline_class=pipeline_class, whole=whole, phases=phases)
 
 
 def _top(leaf_name: str) -> str:
     return leaf_name.split(".", 1)[0]
+
+
+def _conditioning(tops: Mapping[str, Any]) -> list[str]:
+    """Of the blocks before `denoise`, those that read media and no prompt, and what needs them.
+
+    A text encoder that looks at a picture too stays an encoder: its output is of that prompt.
+    """
+    names: list[str] = []
+    made: set[str] = set()
+    for top, blocks in tops.items():
+        taken = {item.name for item in blocks.inputs if item.name}
+        if (taken & MEDIA and PROMPT not in taken) or taken & made:
+            names.append(top)
+            made |= {item.name for item in blocks.intermediate_outputs}
+    return names
+
+
+def handed_on(graph: Graph, phase: str) -> set[str]:
+    """Names of the values that a phase can make for later ones."""
+    made = {item.name for item in graph.phases[phase].intermediate_outputs}
+    return made & {item.name for block in graph.later(phase) for item in block.inputs if item.name}
+
+
+def first_task_alike(graph: Graph, task: str, phase: str) -> str:
+    """The first task of the family for which a phase is and hands on the same as for `task`.
+
+    Its results serve both: a prompt that was encoded for a picture out of nothing is encoded for
+    one that starts from another picture.
+    """
+    wanted = _likeness(graph, phase)
+    for other in graph.family.tasks:
+        if other == task:
+            break
+        found = split(graph.family, other)
+        if phase in found.phases and _likeness(found, phase) == wanted:
+            return other
+    return task
+
+
+def _likeness(graph: Graph, phase: str) -> tuple[Any, ...]:
+    leaves = graph.phases[phase].sub_blocks.items()
+    blocks = [
+        (name, f"{type(block).__module__}.{type(block).__qualname__}") for name, block in leaves
+    ]
+    return blocks, sorted(handed_on(graph, phase)), sorted(_group_kinds(graph.later(phase)))
 
 
 def run_phase(
@@ -121,6 +186,7 @@ def run_phase(
 
     Raises:
         RequestError: An option that the phase's blocks do not take.
+        StageFailed: The phase drew random numbers and was given no generator.
     """
     blocks = graph.phases[phase]
     named = graph.input_names(phase)
@@ -140,12 +206,30 @@ def run_phase(
     generator = make_generator(seed, handed.generator_state)
     if "generator" in named and generator is not None:
         arguments["generator"] = generator
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _nothing_drawn(graph, phase, generator):
         warnings.filterwarnings("error", message="Unexpected input")
         state = pipe(**arguments)
     state_after = None if generator is None else generator.get_state()
     values, groups = _needed_later(graph, phase, state, handed.values, set(options))
     return Handover(values=values, groups=groups, generator_state=state_after)
+
+
+@contextmanager
+def _nothing_drawn(graph: Graph, phase: str, generator: torch.Generator | None) -> Iterator[None]:
+    """Blocks without a generator draw from torch's own, which no seed of a request governs."""
+    before = [] if generator is not None else _own_states()
+    yield
+    if any(not torch.equal(*pair) for pair in zip(before, _own_states(), strict=False)):
+        raise StageFailed(
+            f"the {phase} phase of {graph.family.name} drew random numbers without a seed, so no "
+            "run could repeat it; name the phase in the family's `drawing`"
+        )
+
+
+def _own_states() -> list[torch.Tensor]:
+    """The states of torch's own generators."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
 
 
 def make_generator(seed: int | None, state: torch.Tensor | None) -> torch.Generator | None:

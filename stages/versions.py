@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import metadata
 
-CODE_VERSIONS = {"inspect": "1", "encode": "1", "denoise": "1", "decode": "1"}
+CODE_VERSIONS = {"inspect": "2", "encode": "1", "condition": "1", "denoise": "1", "decode": "1"}
 """Raised by hand when a stage's output changes for equal requests."""
 
 DEFINING_LIBRARIES = ("diffusers", "transformers")

@@ -50,6 +50,7 @@ from stages.protocol import (
 HANDLERS = {
     "inspect": "stages.inspect:run",
     "encode": "stages.encode:run",
+    "condition": "stages.condition:run",
     "denoise": "stages.denoise:run",
     "decode": "stages.decode:run",
 }

@@ -20,7 +20,12 @@ FAMILIES: Mapping[str, str] = {
 }
 """Each family by its name, with where it is declared, as `module:name`."""
 
-TEXT_TO_IMAGE = {"text-to-image": ("prompt",)}
+Tasks = dict[str, tuple[str, ...]]
+
+TEXT_TO_IMAGE: Tasks = {"text-to-image": ("prompt",)}
+IMAGE_TO_IMAGE: Tasks = {"image-to-image": ("prompt", "image")}
+INPAINT: Tasks = {"inpaint": ("prompt", "image", "mask_image")}
+EDIT: Tasks = {"edit": ("prompt", "image")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +72,8 @@ class Family:
             for the VAE, in latents for the denoiser.
         edge: That size in pixels where no component tells it.
         carried: Tensors that the denoising loop carries from step to step.
+        drawing: Phases before `denoise` that draw from the generator, such as a VAE that samples
+            its latents; what they make belongs to one seed.
         constants: Values that may be all one number without being wrong.
         lent: Phase -> components whose configuration is enough there.
         optional: Components that a model may do without.
@@ -87,6 +94,7 @@ class Family:
     sized_by: str = "vae"
     edge: int = 1024
     carried: tuple[str, ...] = ("latents",)
+    drawing: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     lent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()

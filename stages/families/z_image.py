@@ -1,15 +1,16 @@
 """Z-Image: one Qwen3 text encoder, a single-stream transformer, an AutoencoderKL."""
 
-from stages.families.family import CHAT, TEXT_TO_IMAGE, Family, Reading
+from stages.families.family import CHAT, IMAGE_TO_IMAGE, TEXT_TO_IMAGE, Family, Reading
 
 FAMILY = Family(
     name="z-image",
     pipeline="ZImageModularPipeline",
     models=("ZImagePipeline",),
-    tasks=TEXT_TO_IMAGE,
+    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE,
     output="images",
     guidance={"guider": "guidance_scale"},
     tokenizers={"tokenizer": Reading(encoder="text_encoder", template=CHAT)},
+    drawing=("condition",),
     preload=(
         "diffusers:AutoencoderKL",
         "diffusers:FlowMatchEulerDiscreteScheduler",

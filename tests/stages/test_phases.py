@@ -11,7 +11,7 @@ import torch
 from stages.components import bind, renew_job_state
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
-from stages.phases import PHASES, Handover, run_phase, split
+from stages.phases import Handover, run_phase, split
 from tests.support import tiny_models
 from tests.support.whole_run import run_whole
 
@@ -35,7 +35,7 @@ def run_staged(
 ) -> Any:
     graph = split(family, "text-to-image")
     handed = Handover()
-    for phase in PHASES:
+    for phase in graph.phases:
         pipe = bind(graph, phase, model_dir, dtype=dtype, device="cpu")
         renew_job_state(pipe, guidance)
         drawn = seed if phase == "denoise" else None
@@ -72,7 +72,7 @@ def test_phases_load_only_their_own_components(model_dir: Path) -> None:
             ).components.items()
             if isinstance(component, torch.nn.Module)
         }
-        for phase in PHASES
+        for phase in graph.phases
     }
     assert loaded == {"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}}
 

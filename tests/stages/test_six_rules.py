@@ -20,7 +20,7 @@ from PIL import Image
 from stages.components import bind, renew_job_state
 from stages.families import Family, family_named
 from stages.handover import pack, unpack
-from stages.phases import PHASES, Graph, Handover, run_phase, split
+from stages.phases import Graph, Handover, run_phase, split
 from tests.support import tiny_models
 from tests.support.whole_run import run_whole
 
@@ -73,12 +73,12 @@ class Job:
 
     def staged(self, model_dir: Path, folder: Path) -> Any:
         graph, handed = split(self.family, self.task), Handover()
-        for phase in PHASES:
+        for phase in graph.phases:
             pipe = bind(graph, phase, model_dir, dtype=self.dtype, device="cpu")
             renew_job_state(pipe, self.guidance)
             options = self.options(graph, phase)
             made = run_phase(graph, phase, pipe, options, handed, seed=7)
-            if phase == PHASES[-1]:
+            if phase == "decode":
                 return made.values[self.family.output]
             path = folder / f"{phase}.safetensors"
             path.write_bytes(pack(phase, made, {}))

@@ -29,6 +29,7 @@ SHARED = (
 SOURCES = {
     "inspect": ("inspect", "manifest", "weight_names"),
     "encode": ("encode", "tokens"),
+    "condition": ("condition",),
     "denoise": ("denoise", "loop", "latents", "checkpoints", "loop_state", "plain_values"),
     "decode": ("decode", "latents"),
 }

@@ -1,0 +1,110 @@
+"""Every task that starts from a picture: equal bits, whole and staged, alone and together."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stages.artifacts import ArtifactStore
+from stages.contracts import StageContext, StageResult
+from stages.errors import RequestError, StageFailed
+from stages.handover import unpack
+from stages.manifest import Manifest
+from tests.support.chain import context, request, run_stage
+from tests.support.picture_tasks import TASKS, PictureTask, chain, picture
+from tests.support.whole_run import run_whole
+
+# diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(params=sorted(TASKS))
+def task(request: pytest.FixtureRequest) -> PictureTask:
+    return TASKS[request.param]
+
+
+@pytest.fixture
+def where(task: PictureTask, tiny: Any, tmp_path: Path) -> StageContext:
+    return context(tiny(task.case), tmp_path)
+
+
+def pixels(where: StageContext, result: StageResult) -> np.ndarray[Any, Any]:
+    png = ArtifactStore(where.store_url).read(result.artifacts["image-0"])
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_through_artifacts_equal_the_unsplit_pipeline(
+    task: PictureTask, where: StageContext, dtype: str
+) -> None:
+    _, image = chain(task, where, dtype=dtype)
+    expected = run_whole(
+        task.case.family,
+        Path(where.model_dir),
+        {**task.arguments, "output_type": "pil"},
+        seed=7,
+        dtype=getattr(torch, dtype),
+        guidance=task.case.guidance,
+    )[0]
+    assert np.array_equal(pixels(where, image), np.asarray(expected))
+
+
+def test_a_job_in_a_batch_has_the_bits_it_has_alone(task: PictureTask, where: StageContext) -> None:
+    """One process does a batch's requests one by one; nothing of one is left in the next."""
+    embeds = task.stage(where, "encode")
+    other = {**task.media, "image": picture(2)}
+    first = task.stage(where, "condition")
+    assert task.stage(where, "condition", media=other) != first
+    assert task.stage(where, "condition") == first
+    alone = task.stage(where, "denoise", embeds, first, seed=7)
+    assert task.stage(where, "denoise", embeds, first, options={"num_inference_steps": 5}) != alone
+    assert task.stage(where, "denoise", embeds, first, seed=7) == alone
+
+
+def test_what_a_picture_becomes_depends_on_no_prompt(
+    task: PictureTask, where: StageContext
+) -> None:
+    """So that another prompt encodes no picture again, and another picture no prompt."""
+    made = run_stage(request("inspect", {}, family=task.case.name, task=task.name), where)[0]
+    manifest = Manifest.model_validate_json(ArtifactStore(where.store_url).read(made.only()))
+    assert manifest.phases["condition"].inputs == ()
+    assert manifest.phases["condition"].task == task.name
+    is_shared = manifest.phases["encode"].task == next(iter(task.case.family.tasks))
+    assert is_shared == task.shares_text
+    assert task.shares_text == ("image" not in manifest.phases["encode"].options)
+
+
+def test_a_seed_is_drawn_from_exactly_where_the_family_says(
+    task: PictureTask, where: StageContext
+) -> None:
+    assert task.draws == ("condition" in task.case.family.drawing)
+    store = ArtifactStore(where.store_url)
+    with_seed = {n: task.stage(where, "condition", seed=n) for n in (1, 2)}
+    held = [unpack(store.path(each.only())).handover.values for each in with_seed.values()]
+    assert task.draws != _equal(*held)
+    if task.draws:
+        with pytest.raises(StageFailed, match=r"condition phase of .* drew random numbers"):
+            task.stage(where, "condition", seed=None)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return all(_equal(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def test_a_condition_without_a_picture_is_an_error(task: PictureTask, where: StageContext) -> None:
+    with pytest.raises(
+        RequestError, match="starts from a picture, video or sound, but the request"
+    ):
+        task.stage(where, "condition", media={})

@@ -1,0 +1,105 @@
+"""Each family's tasks that start from a picture, with a job that it is tried with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from stages.artifacts import ArtifactStore
+from stages.contracts import StageContext, StageResult
+from stages.media_inputs import put_media
+from stages.phases import Graph, split
+from tests.support.chain import request, run_stage
+from tests.support.tiny_families import CASES, Case
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+    """Coloured noise."""
+    levels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(levels)
+
+
+def mask(edge: int = 64) -> Image.Image:
+    """White in the middle."""
+    levels = np.zeros((edge, edge), np.uint8)
+    levels[edge // 4 : edge * 3 // 4, edge // 4 : edge * 3 // 4] = 255
+    return Image.fromarray(levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureTask:
+    """A task of a family's case.
+
+    Attributes:
+        media: The arguments that are pictures.
+        options: The pipeline's own arguments that only this task takes.
+        draws: Whether the picture is encoded under a seed.
+        shares_text: Whether an encoded prompt is that of the task from text.
+    """
+
+    case: Case
+    name: str
+    media: dict[str, Any] = field(default_factory=lambda: {"image": picture(1)})
+    options: dict[str, Any] = field(default_factory=lambda: {"strength": 0.7})
+    draws: bool = True
+    shares_text: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.name} {self.name}"
+
+    @property
+    def graph(self) -> Graph:
+        return split(self.case.family, self.name)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the unsplit pipeline, less those of its guiders."""
+        own = {key: value for each in self.case.options.values() for key, value in each.items()}
+        return {**own, **self.options, **self.media}
+
+    def stage(
+        self, where: StageContext, name: str, *inputs: StageResult, **changes: Any
+    ) -> StageResult:
+        """Run one stage in this process, with the media and options that it takes."""
+        taken = self.graph.input_names(name)
+        media = changes.pop("media", self.media)
+        given = {key: value for key, value in media.items() if key in taken}
+        options = {
+            key: value
+            for key, value in self.arguments.items()
+            if key in taken and key not in self.media
+        }
+        pipeline_own = self.case.options.get(name, {})
+        asked = self.case.requests.get(name, {})
+        options |= {key: value for key, value in asked.items() if key not in pipeline_own}
+        options |= changes.pop("options", {})
+        if name == "denoise" or (name == "condition" and self.draws):
+            changes.setdefault("seed", 7)
+        pictures = put_media(ArtifactStore(where.store_url), given)
+        changes = {"family": self.case.name, "task": self.name, **changes}
+        return run_stage(request(name, options, pictures, *inputs, **changes), where)[0]
+
+
+TASKS = {task.id: task for task in (PictureTask(case=CASES["z-image"], name="image-to-image"),)}
+
+
+def chain(
+    task: PictureTask, where: StageContext, *, seed: int = 7, dtype: str = "float32"
+) -> tuple[StageResult, StageResult]:
+    """The latents and the picture of a whole chain of stages."""
+    embeds = task.stage(where, "encode", dtype=dtype)
+    drawn = {"seed": seed} if task.draws else {}
+    condition = task.stage(where, "condition", dtype=dtype, **drawn)
+    latents = task.stage(where, "denoise", embeds, condition, seed=seed, dtype=dtype)
+    return latents, task.stage(where, "decode", latents, dtype=dtype)
+
+
+def saved(image: Image.Image, path: Path, **options: Any) -> Path:
+    """Write a picture to a file, and return its path."""
+    image.save(path, **options)
+    return path
