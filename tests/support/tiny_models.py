@@ -68,7 +68,7 @@ def z_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
         text_encoder=text_encoder,
         tokenizer=byte_level_tokenizer(),
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 def flux(
@@ -98,10 +98,10 @@ def flux(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         text_encoder=transformers.CLIPTextModel(_clip_config()),
         tokenizer=clip_tokenizer(),
-        text_encoder_2=transformers.T5EncoderModel(_t5_config()),
+        text_encoder_2=transformers.T5EncoderModel(t5_config()),
         tokenizer_2=t5_tokenizer(),
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -141,7 +141,7 @@ def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
         tokenizer_2=clip_tokenizer(),
         add_watermarker=False,
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 def sd3(
@@ -176,10 +176,10 @@ def sd3(
         tokenizer=clip_tokenizer(),
         text_encoder_2=transformers.CLIPTextModelWithProjection(_clip_config()),
         tokenizer_2=clip_tokenizer(),
-        text_encoder_3=transformers.T5EncoderModel(_t5_config()) if has_t5 else None,
+        text_encoder_3=transformers.T5EncoderModel(t5_config()) if has_t5 else None,
         tokenizer_3=t5_tokenizer() if has_t5 else None,
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 def qwen_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -248,7 +248,7 @@ def qwen_image(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.flo
         text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config),
         tokenizer=byte_level_tokenizer(),
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 def flux2_klein(
@@ -304,10 +304,11 @@ def flux2_klein(
         tokenizer=byte_level_tokenizer(),
         is_distilled=is_distilled,
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
-def _wan_transformer(kind: Any = diffusers.WanTransformer3DModel, **config: Any) -> Any:
+def wan_transformer(kind: Any = diffusers.WanTransformer3DModel, **config: Any) -> Any:
+    """A Wan transformer of two heads."""
     return kind(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
@@ -326,7 +327,7 @@ def _wan_transformer(kind: Any = diffusers.WanTransformer3DModel, **config: Any)
 
 def _vace_transformer() -> Any:
     kind = diffusers.WanVACETransformer3DModel
-    return _wan_transformer(kind, num_layers=3, vace_layers=[0, 2], vace_in_channels=96)
+    return wan_transformer(kind, num_layers=3, vace_layers=[0, 2], vace_in_channels=96)
 
 
 def wan22(
@@ -334,7 +335,7 @@ def wan22(
 ) -> Path:
     """Write a Wan 2.2 model of two transformers; 64 x 64 pixels are 4 x 4 patches a frame."""
     torch.manual_seed(seed)
-    made = [_vace_transformer() if is_vace else _wan_transformer(num_layers=2) for _ in range(2)]
+    made = [_vace_transformer() if is_vace else wan_transformer(num_layers=2) for _ in range(2)]
     pipeline = diffusers.WanPipeline(
         transformer=made[0],
         transformer_2=made[1],
@@ -346,7 +347,7 @@ def wan22(
             num_res_blocks=1,
             temperal_downsample=[False, True, True],
         ),
-        text_encoder=transformers.UMT5EncoderModel(_t5_config(transformers.UMT5Config)),
+        text_encoder=transformers.UMT5EncoderModel(t5_config(transformers.UMT5Config)),
         tokenizer=t5_tokenizer(),
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction",
@@ -355,13 +356,14 @@ def wan22(
             flow_shift=3.0,
         ),
     )
-    return _save(pipeline, directory, dtype)
+    return save(pipeline, directory, dtype)
 
 
 _NO_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}
 
 
-def _save(pipeline: Any, directory: Path, dtype: torch.dtype) -> Path:
+def save(pipeline: Any, directory: Path, dtype: torch.dtype) -> Path:
+    """Write a pipeline's components in one dtype, as they are used: none of them trains."""
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.to(dtype).eval()
@@ -397,7 +399,8 @@ def _clip_config() -> Any:
     )
 
 
-def _t5_config(kind: Any = transformers.T5Config) -> Any:
+def t5_config(kind: Any = transformers.T5Config) -> Any:
+    """A T5 of two layers for `t5_tokenizer`."""
     return kind(
         vocab_size=256,
         d_model=32,
