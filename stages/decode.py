@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from stages.borders import faint_sentence
+from stages.borders import check_border, faint_sentence
 from stages.contracts import StageContext, StageRequest, StageResult, canonical_json
 from stages.errors import RequestError
 from stages.execute import Events, finish, loaded_pipe, open_job, run_job
@@ -41,26 +41,54 @@ def run(
     pipe = loaded_pipe(job)
     for facts in job.facts.values():
         check_latents(pipe, facts, job.handed.values)
-    job.options["output_type"] = "pt"
+    is_finished = request.task in job.family.finished
+    job.options["output_type"] = "pil" if is_finished else "pt"
     events.progress("running")
     tiles: dict[str, Any] = {}
     with ExitStack() as stack:
         if is_tiled:
             tiles = stack.enter_context(in_tiles(pipe.vae))
+        if is_finished:  # whose pixels are past checking
+            stack.enter_context(_decoded_values_checked(pipe.vae))
         made = run_job(job, pipe)
-    for index, pixels_CHW in enumerate(made.values[job.family.output]):  # noqa: N806 - its shape
+    pictures_CHW = [_as_tensor(each) for each in made.values[job.family.output]]  # noqa: N806
+    for index, pixels_CHW in enumerate(pictures_CHW):  # noqa: N806 - its shape
         if sentence := faint_sentence(f"image-{index}", pixels_CHW):
             job.tracker.warnings.append(sentence)
             events.warn(sentence)
     events.progress("writing")
     with job.tracker.host_phase("write"):
-        pictures = [encode_png(pixels_CHW) for pixels_CHW in made.values[job.family.output]]
+        pictures = [encode_png(pixels_CHW) for pixels_CHW in pictures_CHW]
         refs = {
             f"image-{index}": job.store.put(png, "image/png") for index, png in enumerate(pictures)
         }
         if is_tiled:
             refs[TILING] = job.store.put(canonical_json(tiles), "application/json")
     return finish(job, refs)
+
+
+@contextmanager
+def _decoded_values_checked(vae: Any) -> Iterator[None]:
+    """While open, what a VAE decodes is held to the rules of a border."""
+    decode = vae.decode
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        made = decode(*arguments, **options)
+        check_border("decode", {"sample": made[0]})
+        return made
+
+    vae.decode = checked
+    try:
+        yield
+    finally:
+        del vae.decode
+
+
+def _as_tensor(picture: Any) -> torch.Tensor:
+    """A picture's values in [0, 1], shape `(3, H, W)`; of finished pixels, exact to the level."""
+    if isinstance(picture, torch.Tensor):
+        return picture
+    return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).permute(2, 0, 1) / 255
 
 
 @contextmanager

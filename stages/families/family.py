@@ -11,9 +11,11 @@ from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
     "flux": "stages.families.flux:FAMILY",
+    "flux-kontext": "stages.families.flux:KONTEXT",
     "flux2-klein": "stages.families.flux2_klein:FAMILY",
     "flux2-klein-base": "stages.families.flux2_klein:BASE",
     "qwen-image": "stages.families.qwen_image:FAMILY",
+    "qwen-image-edit": "stages.families.qwen_image:EDITOR",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
     "z-image": "stages.families.z_image:FAMILY",
@@ -74,6 +76,8 @@ class Family:
         carried: Tensors that the denoising loop carries from step to step.
         drawing: Phases before `denoise` that draw from the generator, such as a VAE that samples
             its latents; what they make belongs to one seed.
+        finished: Tasks whose last block takes and gives finished pictures, not tensors: it lays
+            what was painted over the picture that was given.
         constants: Values that may be all one number without being wrong.
         lent: Phase -> components whose configuration is enough there.
         optional: Components that a model may do without.
@@ -95,6 +99,7 @@ class Family:
     edge: int = 1024
     carried: tuple[str, ...] = ("latents",)
     drawing: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     lent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()

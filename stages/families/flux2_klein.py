@@ -5,13 +5,13 @@ A distilled model has no guider; a base model is guided against an empty prompt.
 
 from dataclasses import replace
 
-from stages.families.family import CHAT_WITHOUT_THINKING, TEXT_TO_IMAGE, Family, Reading
+from stages.families.family import CHAT_WITHOUT_THINKING, EDIT, TEXT_TO_IMAGE, Family, Reading
 
 FAMILY = Family(
     name="flux2-klein",
     pipeline="Flux2KleinModularPipeline",
     models=("Flux2KleinPipeline",),
-    tasks=TEXT_TO_IMAGE,
+    tasks=TEXT_TO_IMAGE | EDIT,
     output="images",
     tokenizers={"tokenizer": Reading(encoder="text_encoder", template=CHAT_WITHOUT_THINKING)},
     preload=(

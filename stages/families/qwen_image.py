@@ -1,6 +1,19 @@
-"""Qwen-Image: one Qwen2.5-VL text encoder, a transformer, an AutoencoderKLQwenImage."""
+"""Qwen-Image: one Qwen2.5-VL text encoder, a transformer, an AutoencoderKLQwenImage.
 
-from stages.families.family import TEXT_TO_IMAGE, Family, Reading
+The edit model's text encoder reads the picture together with the prompt, so the two are encoded
+as one.
+"""
+
+from dataclasses import replace
+
+from stages.families.family import (
+    EDIT,
+    IMAGE_TO_IMAGE,
+    INPAINT,
+    TEXT_TO_IMAGE,
+    Family,
+    Reading,
+)
 
 TEMPLATES = "diffusers.modular_pipelines.qwenimage.prompt_templates"
 
@@ -8,7 +21,7 @@ FAMILY = Family(
     name="qwen-image",
     pipeline="QwenImageModularPipeline",
     models=("QwenImagePipeline",),
-    tasks=TEXT_TO_IMAGE,
+    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE | INPAINT,
     output="images",
     guidance={"guider": "guidance_scale"},
     tokenizers={
@@ -19,6 +32,8 @@ FAMILY = Family(
         )
     },
     max_tokens=1024,
+    constants=("processed_mask_image",),
+    finished=("inpaint",),
     preload=(
         "diffusers:AutoencoderKLQwenImage",
         "diffusers:FlowMatchEulerDiscreteScheduler",
@@ -27,5 +42,22 @@ FAMILY = Family(
         "diffusers:QwenImageTransformer2DModel",
         "transformers:Qwen2Tokenizer",
         "transformers:Qwen2_5_VLForConditionalGeneration",
+    ),
+)
+
+EDITOR = replace(
+    FAMILY,
+    name="qwen-image-edit",
+    pipeline="QwenImageEditModularPipeline",
+    models=("QwenImageEditPipeline",),
+    tasks=EDIT,
+    tokenizers={},  # its processor puts the picture among the tokens, and takes no limit
+    token_limit="",
+    finished=(),
+    preload=(
+        *FAMILY.preload,
+        "diffusers:QwenImageEditAutoBlocks",
+        "diffusers:QwenImageEditModularPipeline",
+        "transformers:Qwen2VLProcessor",
     ),
 )

@@ -1,12 +1,12 @@
 """Stable Diffusion 3: two CLIP text encoders and T5, a transformer, an AutoencoderKL."""
 
-from stages.families.family import TEXT_TO_IMAGE, Family, Reading
+from stages.families.family import IMAGE_TO_IMAGE, TEXT_TO_IMAGE, Family, Reading
 
 FAMILY = Family(
     name="sd3",
     pipeline="StableDiffusion3ModularPipeline",
     models=("StableDiffusion3Pipeline",),
-    tasks=TEXT_TO_IMAGE,
+    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE,
     output="images",
     guidance={"guider": "guidance_scale"},
     tokenizers={
@@ -16,6 +16,7 @@ FAMILY = Family(
     },
     sized_by="transformer",
     optional=("text_encoder_3", "tokenizer_3"),
+    drawing=("condition",),
     preload=(
         "diffusers:AutoencoderKL",
         "diffusers:FlowMatchEulerDiscreteScheduler",

@@ -1,12 +1,12 @@
 """Stable Diffusion XL: two CLIP text encoders, a UNet, an AutoencoderKL."""
 
-from stages.families.family import TEXT_TO_IMAGE, Family, Reading
+from stages.families.family import IMAGE_TO_IMAGE, INPAINT, TEXT_TO_IMAGE, Family, Reading
 
 FAMILY = Family(
     name="sdxl",
     pipeline="StableDiffusionXLModularPipeline",
     models=("StableDiffusionXLPipeline",),
-    tasks=TEXT_TO_IMAGE,
+    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE | INPAINT,
     output="images",
     denoiser="unet",
     guidance={"guider": "guidance_scale"},
@@ -16,7 +16,11 @@ FAMILY = Family(
     },
     token_limit="",
     sized_by="unet",
-    constants=("negative_prompt_embeds", "negative_pooled_prompt_embeds"),  # zeros for none
+    drawing=("condition",),
+    constants=(
+        *("negative_prompt_embeds", "negative_pooled_prompt_embeds"),  # zeros for none
+        *("mask", "image_latents", "masked_image_latents"),
+    ),
     lent={"denoise": ("vae",)},
     preload=(
         "diffusers:AutoencoderKL",

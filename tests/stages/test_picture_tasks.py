@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.fixture(params=sorted(TASKS))
 def task(request: pytest.FixtureRequest) -> PictureTask:
-    return TASKS[request.param]
+    found = TASKS[request.param]
+    if found.case.name == "qwen-image-edit" and find_spec("torchvision") is None:
+        pytest.skip("the processor of Qwen-Image-Edit takes torchvision, which is not installed")
+    return found
 
 
 @pytest.fixture
@@ -75,8 +79,7 @@ def test_what_a_picture_becomes_depends_on_no_prompt(
     manifest = Manifest.model_validate_json(ArtifactStore(where.store_url).read(made.only()))
     assert manifest.phases["condition"].inputs == ()
     assert manifest.phases["condition"].task == task.name
-    is_shared = manifest.phases["encode"].task == next(iter(task.case.family.tasks))
-    assert is_shared == task.shares_text
+    assert manifest.phases["encode"].task == next(iter(task.case.family.tasks))
     assert task.shares_text == ("image" not in manifest.phases["encode"].options)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageResult
 from stages.media_inputs import put_media
 from stages.phases import Graph, split
+from tests.support import tiny_editors
 from tests.support.chain import request, run_stage
 from tests.support.tiny_families import CASES, Case
 
@@ -38,7 +39,7 @@ class PictureTask:
         media: The arguments that are pictures.
         options: The pipeline's own arguments that only this task takes.
         draws: Whether the picture is encoded under a seed.
-        shares_text: Whether an encoded prompt is that of the task from text.
+        shares_text: Whether an encoded prompt serves every picture.
     """
 
     case: Case
@@ -85,7 +86,48 @@ class PictureTask:
         return run_stage(request(name, options, pictures, *inputs, **changes), where)[0]
 
 
-TASKS = {task.id: task for task in (PictureTask(case=CASES["z-image"], name="image-to-image"),)}
+MASKED: dict[str, Any] = {"image": picture(1), "mask_image": mask()}
+EDITOR = replace(
+    CASES["qwen-image"],
+    name="qwen-image-edit",
+    build=tiny_editors.qwen_image_edit,
+    text={"negative_prompt": "blurry"},
+)
+KONTEXT = replace(CASES["flux"], name="flux-kontext", build=tiny_editors.flux_kontext)
+
+TASKS = {
+    task.id: task
+    for task in (
+        PictureTask(case=CASES["z-image"], name="image-to-image"),
+        PictureTask(case=CASES["sdxl"], name="image-to-image"),
+        PictureTask(case=CASES["sdxl"], name="inpaint", media=MASKED, options={"strength": 0.9}),
+        PictureTask(case=CASES["sd3"], name="image-to-image"),
+        PictureTask(case=CASES["flux"], name="image-to-image"),
+        PictureTask(
+            case=KONTEXT,
+            name="edit",
+            options={"_auto_resize": False, "max_area": 64 * 64},
+            draws=False,
+        ),
+        PictureTask(case=CASES["qwen-image"], name="image-to-image", draws=False),
+        PictureTask(
+            case=CASES["qwen-image"],
+            name="inpaint",
+            media=MASKED,
+            options={"strength": 0.9},
+            draws=False,
+        ),
+        PictureTask(case=EDITOR, name="edit", options={}, draws=False, shares_text=False),
+        PictureTask(case=CASES["flux2-klein"], name="edit", options={}, draws=False),
+        PictureTask(
+            case=CASES["flux2-klein-base"],
+            name="edit",
+            media={"image": [picture(1), picture(2, 64, 96)]},
+            options={},
+            draws=False,
+        ),
+    )
+}
 
 
 def chain(
