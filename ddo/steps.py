@@ -119,7 +119,8 @@ class Steps:
         try:
             with _Step(self._boundaries, self._state), finder:
                 result = method(*args, **kwargs)
-        except Exception:
+        except Exception as again:
+            error.add_note(f"repeated with weights lent: {type(again).__name__}: {again}")
             raise error from None
         if not finder.found:
             raise error  # something else was wrong, and may be again

@@ -19,9 +19,6 @@ from torch.utils._pytree import tree_map_only
 from ddo.blocks import Block
 from ddo.compiled import is_region
 
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-"""They take a weight from the host as it is; so do the ring's own copies."""
-
 
 class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets operators use weights that are not on the device, and remembers their blocks.
@@ -74,8 +71,8 @@ class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the tensors inside come by when the wrapper computes with them
-        if func in _COPIES:
-            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))  # takes it from the host; so does the ring
         args, kwargs = tree_map_only(Tensor, self._lend, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -86,5 +83,6 @@ class StrayFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for begin, end, number in self._spans:
             if begin <= address < end:
                 self.found.add(number)
-                return tensor.to(self._device)
+                # A copy of it first: what lies on the border of a registration cannot be read.
+                return tensor.clone().to(self._device)
         return tensor
