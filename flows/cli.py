@@ -21,10 +21,12 @@ from stages.errors import StageError
 FAMILIES = {
     "z-image": ("flows.z_image", "paint pictures with a Z-Image model"),
     "flux": ("flows.flux", "paint pictures with a FLUX.1 model"),
+    "flux-kontext": ("flows.flux_kontext", "edit a picture with a FLUX.1 Kontext model"),
     "flux2-klein": ("flows.flux2_klein", "paint pictures with a FLUX.2 Klein model"),
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
+    "qwen-image-edit": ("flows.qwen_image_edit", "edit a picture with a Qwen-Image-Edit model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 
@@ -88,8 +90,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     lines = [
-        *("families:", *(f"  {name:<12} {text}" for name, (_, text) in FAMILIES.items())),
-        *("", "housekeeping:", *(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())),
+        *("families:", *(f"  {name:<15} {text}" for name, (_, text) in FAMILIES.items())),
+        *("", "housekeeping:", *(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())),
         *("", "`exeunt COMMAND --help` says what a command takes.", "", EXIT_CODES),
     ]
     parser = argparse.ArgumentParser(

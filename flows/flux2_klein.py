@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
+from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
@@ -32,6 +33,7 @@ DEFAULT_TOKENS = 512
 def flux2_klein(
     prompt: str | list[str],
     model: str,
+    image: str | list[str] | None = None,
     seed: int | str = -1,
     num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -53,6 +55,7 @@ def flux2_klein(
     """Paint pictures of prompts with a FLUX.2 Klein model, distilled or base.
 
     Args:
+        image: A picture to look at while painting, such as one to edit; several are references.
         num_inference_steps: Denoising steps; by default 4, for a base model 50.
         guidance_scale: Weight of the prompt against an empty one, by default 4; 1 or less is off.
             A distilled model takes none.
@@ -61,6 +64,7 @@ def flux2_klein(
     job = check(
         prompt=prompt,
         model=model,
+        image=image,
         seed=seed,
         num_images=num_images,
         height=height,
@@ -88,9 +92,12 @@ def flux2_klein(
             for text in job.prompts
         ]
 
-    latents = denoise_pictures(run, job, embeds)
+    conditions = condition_pictures(run, job, embeds)
+    latents = denoise_pictures(run, job, embeds, conditions)
     images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
-    return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
+    return save_pictures(
+        run, job, embeds, latents, images, conditions=conditions, embed_settings=embed_settings
+    )
 
 
 def check(*, model: str, **others: Any) -> Job:

@@ -51,6 +51,7 @@ def save_picture(
     height: int,
     width: int,
     stages: Mapping[str, StageResult],
+    strength: float | None = None,
 ) -> Picture:
     """Write a decoded picture into `folder` under a safe name that nothing else has.
 
@@ -58,6 +59,7 @@ def save_picture(
         image: What the decode stage made.
         embed_settings: Write all settings into the file, as text and as JSON.
         stages: Result of each stage, to name the artifacts the picture came from.
+        strength: Share of the noise over the picture that it started from; None for none.
     """
     ref = image.artifacts["image-0"]
     settings = None
@@ -68,6 +70,7 @@ def save_picture(
             seed=seed,
             num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale,
+            strength=strength,
             scheduler=run.model.components["scheduler"].class_name,
             height=height,
             width=width,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
+from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
@@ -31,6 +32,9 @@ def qwen_image(
     prompt: str | list[str],
     model: str,
     negative_prompt: str = "",
+    image: str | None = None,
+    mask_image: str | None = None,
+    strength: float | None = None,
     seed: int | str = -1,
     num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -63,6 +67,9 @@ def qwen_image(
         prompt=prompt,
         model=model,
         negative_prompt=negative_prompt,
+        image=image,
+        mask_image=mask_image,
+        strength=strength,
         seed=seed,
         num_images=num_images,
         height=height,
@@ -91,9 +98,12 @@ def qwen_image(
             for text in job.prompts
         ]
 
-    latents = denoise_pictures(run, job, embeds)
+    conditions = condition_pictures(run, job, embeds)
+    latents = denoise_pictures(run, job, embeds, conditions)
     images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
-    return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
+    return save_pictures(
+        run, job, embeds, latents, images, conditions=conditions, embed_settings=embed_settings
+    )
 
 
 def check(*, model: str, **others: Any) -> Job:

@@ -213,16 +213,19 @@ class Run:
         configs = {name: part.config_digest for name, part in parts.items()}
         configs["model_index"] = self.model.index_digest
         components: dict[str, str] = {}
+        task = self.task
         if stage == "inspect":  # it reads no weights, only what their headers promise
             components = {name: part.header_digest for name, part in parts.items()}
         else:
-            names = self.manifest.phases[stage].components
+            facts = self.manifest.phases[stage]
+            task = facts.task or task  # a phase that tasks have in common has one result for all
+            names = facts.components
             components = {name: self._fingerprint(name) for name in names}
         return StageRequest(
             stage=stage,
             code_version=CODE_VERSIONS[stage],
             family=self.family,
-            task=self.task,
+            task=task,
             libraries=library_versions(),
             components=components,
             configs=configs,

@@ -70,6 +70,7 @@ class RunSettings:
             milliseconds, `spawn` starts an interpreter for each.
         device: `EXEUNT_DEVICE`: `cpu`, `cuda` or `cuda:N`; else `cuda` where a GPU's device
             file exists, and `cpu` elsewhere.
+        allow_urls: `EXEUNT_ALLOW_URLS`: whether pictures may be fetched from web addresses.
         checkpoint_every_steps: `EXEUNT_CHECKPOINT_EVERY_STEPS`: denoising steps between two
             checkpoints; else time alone decides.
         checkpoint_every_s: `EXEUNT_CHECKPOINT_EVERY_S`: seconds between two checkpoints; None
@@ -80,6 +81,7 @@ class RunSettings:
     store_url: str
     launch: Launch = "forkserver"
     device: str = "cpu"
+    allow_urls: bool = False
     checkpoint_every_steps: int | None = None
     checkpoint_every_s: float | None = DEFAULT_CHECKPOINT_EVERY_S
 
@@ -98,6 +100,7 @@ class RunSettings:
             store_url=_store_url(env, home),
             launch=_launch(env),
             device=_device(env),
+            allow_urls=_allow_urls(env),
             checkpoint_every_steps=_checkpoint_every_steps(env),
             checkpoint_every_s=_checkpoint_every_s(env),
         )
@@ -170,6 +173,13 @@ def _device(env: Mapping[str, str]) -> str:
             f"EXEUNT_DEVICE is {text!r}; set it to cpu, cuda, or cuda:N such as cuda:0"
         )
     return text
+
+
+def _allow_urls(env: Mapping[str, str]) -> bool:
+    text = env.get("EXEUNT_ALLOW_URLS", "")
+    if text not in ("", "0", "1"):
+        raise SettingsError(f"EXEUNT_ALLOW_URLS is {text!r}; set it to 1 or 0, or leave it unset")
+    return text == "1"
 
 
 def _checkpoint_every_steps(env: Mapping[str, str]) -> int | None:

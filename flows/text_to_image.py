@@ -1,4 +1,4 @@
-"""What every flow from text to pictures does: its checks, its run, its phases after encode.
+"""What every flow to pictures does: its checks, its run, its phases after encode.
 
 The flow itself, with its defaults and its phases in reading order, stands in the family's file;
 so does what only the family knows, such as how it encodes.
@@ -7,14 +7,15 @@ so does what only the family knows, such as how it encodes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from prefect.runtime import flow_run
 
 from flows.cli_arguments import argument_texts
+from flows.from_pictures import Start, check_start, size_warning, strength_warning
 from flows.model_settings import model_settings
 from flows.pictures import Picture, list_pictures, save_picture
 from flows.run import Run
@@ -31,16 +32,20 @@ from stages.size_rules import trained_edge
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TASK = "text-to-image"
 LONGEST_LABEL = 60  # characters
 
 ARGUMENTS = {
     "prompt": "What to paint; several prompts make several pictures.",
     "negative_prompt": "What to keep away from; takes a guidance scale over 1.",
+    "image": "A picture to start from: a path, or where EXEUNT_ALLOW_URLS=1 is set a web address.",
+    "mask_image": "Where the picture is painted anew: a mask of its size, white is painted, black "
+    "is kept; or the word alpha for its transparent part.",
+    "strength": "How much of the picture is painted anew, over 0 to 1; by default 0.6, with a mask "
+    "1.",
     "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th image of a prompt takes seed + n.",
     "num_images": "Images per prompt.",
-    "height": "Pixels; by default what the model was trained for.",
-    "width": "Pixels; by default what the model was trained for.",
+    "height": "Pixels; by default that of the picture, or what the model was trained for.",
+    "width": "Pixels; by default that of the picture, or what the model was trained for.",
     "num_inference_steps": "Denoising steps; by default what the model recommends.",
     "guidance_scale": "Weight of the prompt against the negative prompt; 1 or less is off.",
     "max_sequence_length": "Tokens of the prompt that are read.",
@@ -101,6 +106,7 @@ class Job:
         negative_prompt: None leaves it to the family what no negative prompt means.
         guidance_scale: None where the model takes none.
         max_sequence_length: None where the family has no such option.
+        start: What it starts from: the task, and the pictures that were given.
     """
 
     family: Family
@@ -119,6 +125,12 @@ class Job:
     offload: OffloadChoice
     folder: Path
     warnings: tuple[str, ...]
+    start: Start = field(default_factory=Start)
+
+    @property
+    def media(self) -> Mapping[str, Any]:
+        """The pictures that were given, by the pipeline's names of its arguments."""
+        return self.start.media
 
     @property
     def is_guided(self) -> bool:
@@ -152,6 +164,10 @@ def check_job(
     *,
     prompt: str | list[str],
     negative_prompt: str | None = None,
+    image: str | list[str] | None = None,
+    mask_image: str | None = None,
+    strength: float | None = None,
+    fills: bool = False,
     seed: int | str = -1,
     num_images: int = 1,
     height: int | None = None,
@@ -171,6 +187,8 @@ def check_job(
     """Check every argument, against the model's own configuration where it decides.
 
     Args:
+        fills: Whether a picture that starts from a smaller one has the size that the model was
+            trained at all the same.
         default_steps: Steps where neither the caller nor the model says how many.
         default_guidance: The same for the guidance scale; None where the model takes none.
 
@@ -185,14 +203,31 @@ def check_job(
     own = model_settings(opened.directory)
     configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
     vae, denoiser = configs["vae"], configs[declared.denoiser]
+    start = check_start(
+        declared,
+        image=image,
+        mask_image=mask_image,
+        strength=strength,
+        allow_urls=settings.allow_urls,
+    )
     trained_at = trained_edge(vae, configs[declared.sized_by], declared.edge)
+    multiple = rules.spatial_multiple(vae, denoiser)
+    asked = height is not None and width is not None
+    if start.size is not None:
+        rules.check_edges(height, width, multiple)
+        height, width = rules.size_like(
+            start.size, multiple, trained_at, height=height, width=width, fills=fills
+        )
     height, width = rules.check_size(
         trained_at if height is None else height,
         trained_at if width is None else width,
-        rules.spatial_multiple(vae, denoiser),
+        multiple,
     )
+    resized = size_warning(start, height, width, is_asked=asked)
     if num_inference_steps is None:
         num_inference_steps = own.get("num_inference_steps", default_steps)
+    rules.check_steps(num_inference_steps, start.strength)
+    drowned = strength_warning(start, declared, num_inference_steps)
     device = settings.device if device == "auto" else rules.check_device_name(device)
     idle = [without_effect(device, offload, device_budget, host_budget)]
     if guidance_scale is None:
@@ -224,7 +259,14 @@ def check_job(
         device=device,
         offload=choose_offload(offload, device_budget, host_budget),
         folder=check_output_folder(output),
-        warnings=(*opened.warnings, *(text for text in idle if text)),
+        warnings=(
+            *opened.warnings,
+            *start.warnings,
+            *resized,
+            *drowned,
+            *(text for text in idle if text),
+        ),
+        start=start,
     )
 
 
@@ -232,7 +274,7 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
     """A run of a checked job; tells what of the arguments has no effect."""
     run = Run(
         family=job.family.name,
-        task=TASK,
+        task=job.start.task,
         model=job.model,
         model_name=job.model_name,
         dtype=job.dtype,
@@ -252,24 +294,35 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
     return run
 
 
-def denoise_pictures(run: Run, job: Job, embeds: Sequence[StageResult]) -> list[StageResult]:
+def denoise_pictures(
+    run: Run,
+    job: Job,
+    embeds: Sequence[StageResult],
+    conditions: Sequence[tuple[StageResult, ...]] = (),
+    **options: int | None,
+) -> list[StageResult]:
     """The denoise phase: latents of every picture.
 
     Args:
         embeds: One per prompt.
+        conditions: What else each picture starts from, one tuple per picture; none for none.
+        options: What only this family's pipeline takes.
     """
     with run.phase("denoise", len(job.pictures)) as denoise:
         return [
             denoise(
                 embeds[n],
+                *(conditions[k] if conditions else ()),
                 label=job.label(n, seed),
                 seed=seed,
                 height=job.height,
                 width=job.width,
                 num_inference_steps=job.num_inference_steps,
                 guidance_scale=job.guidance_scale,
+                strength=job.start.strength,
+                **options,
             )
-            for n, seed in job.pictures
+            for k, (n, seed) in enumerate(job.pictures)
         ]
 
 
@@ -299,6 +352,7 @@ def save_pictures(
     latents: Sequence[StageResult],
     images: Sequence[StageResult],
     *,
+    conditions: Sequence[tuple[StageResult, ...]] = (),
     embed_settings: bool,
 ) -> list[Picture]:
     """Save what a run has painted, and list it on the run's page.
@@ -307,6 +361,7 @@ def save_pictures(
         embeds: One per prompt.
         latents: One per picture.
         images: One per picture.
+        conditions: As for `denoise_pictures`.
     """
     pictures = [
         save_picture(
@@ -321,7 +376,13 @@ def save_pictures(
             guidance_scale=1.0 if job.guidance_scale is None else job.guidance_scale,
             height=job.height,
             width=job.width,
-            stages={"encode": embeds[n], "denoise": latents[k], "decode": image},
+            strength=job.start.strength,
+            stages={
+                "encode": embeds[n],
+                **{each.stage: each for each in (conditions[k] if conditions else ())},
+                "denoise": latents[k],
+                "decode": image,
+            },
         )
         for k, ((n, seed), image) in enumerate(zip(job.pictures, images, strict=True))
     ]

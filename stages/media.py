@@ -44,6 +44,8 @@ class Settings:
     Attributes:
         seed: Of this picture, not of its batch.
         num_inference_steps: Steps that ran.
+        strength: Share of the noise over the picture that it starts from; None where it starts
+            from noise alone.
         steps_requested: Steps that were asked for, if other than those that ran.
         model_hashes: Full fingerprint of each component, 64 hex digits.
         adapters: Weight of each adapter, by name.
@@ -58,6 +60,7 @@ class Settings:
     num_inference_steps: int
     steps_requested: int | None = None
     guidance_scale: float
+    strength: float | None = None
     scheduler: str
     height: int
     width: int
@@ -79,6 +82,7 @@ class Settings:
             "CFG scale": f"{self.guidance_scale:g}",
             "Seed": self.seed,
             "Size": f"{self.width}x{self.height}",
+            "Denoising strength": None if self.strength is None else f"{self.strength:g}",
             "Model hash": hashes[0][:10] if hashes else None,
             "Model": self.model,
             "Version": f"exeunt {_version()}",

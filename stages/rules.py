@@ -12,7 +12,14 @@ import secrets
 
 from stages.contracts import MAX_SEED
 from stages.errors import RequestError
-from stages.size_rules import check_size, spatial_multiple, vae_scale, whole_number
+from stages.size_rules import (
+    check_edges,
+    check_size,
+    size_like,
+    spatial_multiple,
+    vae_scale,
+    whole_number,
+)
 from stages.text_rules import (
     MAX_PROMPT_CHARACTERS,
     check_prompt,
@@ -29,16 +36,19 @@ __all__ = [
     "MAX_STEPS",
     "check_device_name",
     "check_dtype",
+    "check_edges",
     "check_guidance",
     "check_prompt",
     "check_prompts",
     "check_seed",
     "check_size",
     "check_steps",
+    "check_strength",
     "check_token_limit",
     "draw_seed",
     "escape_for_terminal",
     "expand_seeds",
+    "size_like",
     "spatial_multiple",
     "vae_scale",
 ]
@@ -82,6 +92,20 @@ def check_steps(num_inference_steps: object, strength: object = None) -> int:
             f"0 denoising steps ({steps} x {share:g}); raise num_inference_steps or strength"
         )
     return num_run
+
+
+def check_strength(strength: object) -> float:
+    """A share of the noise, over 0 and at most 1.
+
+    Raises:
+        RequestError: It is none.
+    """
+    share = _finite(strength, "strength", 0.0, 1.0)
+    if share == 0.0:
+        raise RequestError(
+            "strength is 0, which would leave the picture as it is; allowed are over 0 to 1"
+        )
+    return share
 
 
 def check_guidance(guidance_scale: object, name: str = "guidance_scale") -> float:

@@ -17,6 +17,11 @@ BYTES_PER_PIXEL = 512
 """One float32 layer of 128 channels at full resolution, as the usual decoders have."""
 
 
+MOST_AREA = 2
+"""Times the area that a model was trained at, up to which a picture's own size is kept: beyond
+it, most models repeat what they paint."""
+
+
 def spatial_multiple(vae: Mapping[str, Any], denoiser: Mapping[str, Any]) -> int:
     """What height and width must be multiples of: VAE scale x patch, in pixels.
 
@@ -113,14 +118,8 @@ def check_size(
     Raises:
         RequestError: With the two nearest valid values of each wrong one.
     """
+    check_edges(height, width, multiple)
     height, width = whole_number(height, "height"), whole_number(width, "width")
-    wrong = [
-        f"{name} {value} is not a multiple of {multiple} pixels, use {_nearest(value, multiple)}"
-        for name, value in (("height", height), ("width", width))
-        if value < multiple or value % multiple
-    ]
-    if wrong:
-        raise RequestError("; ".join(wrong))
     nbytes = height * width * num_frames * bytes_per_pixel
     if nbytes > limit_bytes:
         frames = f" x {num_frames} frames" if num_frames > 1 else ""
@@ -129,6 +128,64 @@ def check_size(
             f"{limit_bytes / 2**30:.0f} GiB are allowed; choose a smaller size"
         )
     return height, width
+
+
+def check_edges(height: object, width: object, multiple: int) -> None:
+    """Refuse edges that are no multiple of `multiple` pixels; one that is None passes.
+
+    Raises:
+        RequestError: With the two nearest valid values of each wrong one.
+    """
+    given = {"height": height, "width": width}
+    edges = {name: whole_number(edge, name) for name, edge in given.items() if edge is not None}
+    wrong = [
+        f"{name} {value} is not a multiple of {multiple} pixels, use {_nearest(value, multiple)}"
+        for name, value in edges.items()
+        if value < multiple or value % multiple
+    ]
+    if wrong:
+        raise RequestError("; ".join(wrong))
+
+
+def size_like(
+    picture: tuple[int, int],
+    multiple: int,
+    edge: int,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    fills: bool = False,
+) -> tuple[int, int]:
+    """Height and width for a picture that starts from another one, in pixels.
+
+    One that is given stays, and the other follows the aspect ratio. Where none is given, it is
+    the size of the picture; that of a picture with more than twice the pixels that the model was
+    trained at comes down to those.
+
+    Args:
+        picture: Width and height of the picture to start from.
+        multiple: What height and width must be multiples of; the nearest one is taken.
+        edge: Pixels along an edge that the model was trained at.
+        fills: Whether a smaller picture comes up to that size, too.
+    """
+    aspect = picture[0] / picture[1]
+    if height is not None and width is not None:
+        return height, width
+    if height is not None:
+        return height, _rounded(height * aspect, multiple)
+    if width is not None:
+        return _rounded(width / aspect, multiple), width
+    area = picture[0] * picture[1]
+    if fills or area > MOST_AREA * edge**2:
+        area = edge**2
+    return (
+        _rounded(math.sqrt(area / aspect), multiple),
+        _rounded(math.sqrt(area * aspect), multiple),
+    )
+
+
+def _rounded(pixels: float, multiple: int) -> int:
+    return max(1, math.floor(pixels / multiple + 0.5)) * multiple
 
 
 def _nearest(value: int, multiple: int) -> str:

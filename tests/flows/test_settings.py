@@ -50,8 +50,10 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "EXEUNT_DEVICE": "cuda:3",
             "EXEUNT_CHECKPOINT_EVERY_STEPS": "5",
             "EXEUNT_CHECKPOINT_EVERY_S": "1.5",
+            "EXEUNT_ALLOW_URLS": "1",
         }
     )
+    assert settings.allow_urls
     assert settings.home.root == tmp_path / "b"
     assert settings.home.prefect == tmp_path / "b" / "prefect"
     assert settings.home.locks == tmp_path / "b" / "locks"
@@ -74,7 +76,7 @@ def test_a_store_may_be_a_plain_folder(tmp_path: Path) -> None:
 
 def test_an_empty_variable_counts_as_unset() -> None:
     names = [f"EXEUNT_{name}" for name in ("HOME", "STORE", "LAUNCH", "DEVICE")]
-    names += ["EXEUNT_CHECKPOINT_EVERY_STEPS", "EXEUNT_CHECKPOINT_EVERY_S", "XDG_DATA_HOME"]
+    names += ["EXEUNT_ALLOW_URLS", "EXEUNT_CHECKPOINT_EVERY_STEPS", "EXEUNT_CHECKPOINT_EVERY_S", "XDG_DATA_HOME"]
     assert RunSettings.from_env(dict.fromkeys(names, "")) == RunSettings.from_env({})
 
 
@@ -94,6 +96,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXEUNT_CHECKPOINT_EVERY_S", "0", "is '0'; set it to seconds over 0, such as 60, or off"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "nan", "is 'nan'; set it to seconds over 0"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "1 min", "is '1 min'; set it to seconds over 0"),
+        ("EXEUNT_ALLOW_URLS", "yes", "EXEUNT_ALLOW_URLS is 'yes'; set it to 1 or 0"),
         ("PYTORCH_CUDA_ALLOC_CONF", "garbage text", "'garbage text' is no setting; write name"),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True,x", "in which 'x' is no setting"),
         ("PYTORCH_ALLOC_CONF", "a:1,,b:2", "in which '' is no setting"),

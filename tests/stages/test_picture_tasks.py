@@ -17,7 +17,8 @@ from stages.contracts import StageContext, StageResult
 from stages.errors import RequestError, StageFailed
 from stages.handover import unpack
 from stages.manifest import Manifest
-from tests.support.chain import context, request, run_stage
+from stages.worker import handler_for
+from tests.support.chain import Heard, context, request, run_stage
 from tests.support.picture_tasks import TASKS, PictureTask, chain, picture
 from tests.support.whole_run import run_whole
 
@@ -64,11 +65,42 @@ def test_a_job_in_a_batch_has_the_bits_it_has_alone(task: PictureTask, where: St
     embeds = task.stage(where, "encode")
     other = {**task.media, "image": picture(2)}
     first = task.stage(where, "condition")
-    assert task.stage(where, "condition", media=other) != first
+    second = task.stage(where, "condition", media=other)
+    assert second != first
     assert task.stage(where, "condition") == first
     alone = task.stage(where, "denoise", embeds, first, seed=7)
+    assert task.stage(where, "denoise", embeds, second, seed=7) != alone
     assert task.stage(where, "denoise", embeds, first, options={"num_inference_steps": 5}) != alone
     assert task.stage(where, "denoise", embeds, first, seed=7) == alone
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the stage's own code runs after it."""
+
+
+class KilledAtItsSecondStep(Heard):
+    def progress(self, activity: str, step: int = 0, num_steps: int = 0, message: str = "") -> None:
+        super().progress(activity, step, num_steps, message)
+        if (activity, step) == ("running", 2):
+            raise Killed
+
+
+def test_a_killed_denoise_ends_with_the_undisturbed_bits(
+    task: PictureTask, where: StageContext
+) -> None:
+    """Noise, image latents and masks are made again, the loop goes on where it was."""
+    given = task.stage(where, "encode"), task.stage(where, "condition")
+    steps = {"options": {"num_inference_steps": 8}}
+    undisturbed = where.model_copy(update={"checkpoint_every_s": None})
+    expected = task.stage(undisturbed, "denoise", *given, **steps)
+    where = where.model_copy(update={"checkpoint_every_steps": 1})
+    asked = task.request(where, "denoise", *given, **steps)
+    with pytest.raises(Killed):
+        handler_for("denoise")(asked, where, KilledAtItsSecondStep())
+    result, report, heard = run_stage(asked, where)
+    assert result == expected
+    assert report["resumed_from_step"] in (1, 2)
+    assert heard.steps[-1][1] == heard.steps[-1][2]
 
 
 def test_what_a_picture_becomes_depends_on_no_prompt(

@@ -1,0 +1,110 @@
+"""FLUX.1 Kontext as a flow: FLUX.1 that looks at a picture while it paints, and so edits it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.from_pictures import condition_pictures
+from flows.pictures import Picture
+from flows.text_to_image import (
+    Job,
+    begin,
+    check_job,
+    decode_pictures,
+    denoise_pictures,
+    documented,
+    open_for,
+    run_name,
+    save_pictures,
+    short,
+)
+from stages.contracts import OffloadPreset
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE, DEFAULT_TOKENS = 28, 2.5, 512
+
+
+@flow(name="flux-kontext", flow_run_name=run_name("flux-kontext"), persist_result=False)
+@documented
+def flux_kontext(
+    prompt: str | list[str],
+    model: str,
+    image: str | None = None,
+    seed: int | str = -1,
+    num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    max_sequence_length: int = DEFAULT_TOKENS,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "pictures",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Picture]:
+    """Edit a picture by a prompt with a FLUX.1 Kontext model.
+
+    Args:
+        prompt: What to change; several prompts make several pictures.
+        image: The picture to edit; without one it paints from the prompt alone.
+        height: Pixels; by default the picture's aspect ratio at the area the model was trained at.
+        width: Pixels; see height.
+        num_inference_steps: Denoising steps; by default 28.
+        guidance_scale: What the model was taught guidance with, by default 2.5; it takes no
+            second pass and no negative prompt.
+        max_sequence_length: Tokens of the prompt that T5 reads, by default 512; CLIP reads 77.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        image=image,
+        seed=seed,
+        num_images=num_images,
+        height=height,
+        width=width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(label=short(text), prompt=text, max_sequence_length=job.max_sequence_length)
+            for text in job.prompts
+        ]
+
+    conditions = condition_pictures(run, job, embeds)
+    # Its blocks scale every size to an area, by default a megapixel: ours is the one asked for.
+    max_area = job.height * job.width if job.media else None
+    latents = denoise_pictures(run, job, embeds, conditions, max_area=max_area)
+    images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
+    return save_pictures(
+        run, job, embeds, latents, images, conditions=conditions, embed_settings=embed_settings
+    )
+
+
+def check(*, model: str, **others: Any) -> Job:
+    """Check every argument."""
+    return check_job(
+        "flux-kontext",
+        open_for("flux-kontext", model),
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        fills=True,
+        **others,
+    )

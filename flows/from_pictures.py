@@ -1,0 +1,189 @@
+"""Runs that start from pictures: which task it is, what is read, the condition phase.
+
+The task follows from the arguments: nothing but a prompt paints from noise, an `image` starts
+from it or edits it, as the family does, and a `mask_image` repaints what is white in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stages import rules
+from stages.contracts import StageResult
+from stages.errors import RequestError
+from stages.families import Family
+
+if TYPE_CHECKING:  # a run from a prompt alone imports no picture library
+    from flows.run import Run
+    from flows.text_to_image import Job
+    from stages.image_inputs import InputPicture
+
+TEXT_TO_IMAGE, IMAGE_TO_IMAGE, INPAINT, EDIT = (
+    *("text-to-image", "image-to-image"),
+    *("inpaint", "edit"),
+)
+STRENGTH = {IMAGE_TO_IMAGE: 0.6, INPAINT: 1.0}
+"""Share of the noise that is laid over the picture, where the user does not say."""
+
+STRETCH_TOLERANCE = 0.05  # of the aspect ratio
+
+REFERENCES_LIMIT = 8  # as many pictures as any model here was taught to look at, and more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        task: The family's task.
+        media: Pictures by the pipeline's names of its arguments.
+        size: Width and height of the first picture in pixels; None without one.
+        strength: 0 to 1; None where the task takes none.
+        warnings: What of the files is not used or not exact.
+    """
+
+    task: str = TEXT_TO_IMAGE
+    media: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+    strength: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def check_start(
+    family: Family,
+    *,
+    image: str | list[str] | None,
+    mask_image: str | None,
+    strength: float | None,
+    allow_urls: bool,
+) -> Start:
+    """Read the pictures that a run starts from, and tell its task by them.
+
+    Raises:
+        RequestError: A picture cannot be used, an argument lacks another one that it needs, or
+            the family has no such task.
+    """
+    sources = [] if image is None else [image] if isinstance(image, str) else image
+    if image is not None and not 1 <= len(sources) <= REFERENCES_LIMIT:
+        raise RequestError(f"image holds {len(sources)} pictures, allowed are 1 to 8")
+    task = _task(family, bool(sources), mask_image is not None, strength is not None)
+    if not sources:
+        return Start(task=task)
+    from stages.image_inputs import read_mask, read_picture
+
+    read = [read_picture(each, allow_urls=allow_urls) for each in sources]
+    media: dict[str, Any] = {"image": [each.pixels for each in read]}
+    if len(read) == 1:
+        media["image"] = read[0].pixels
+    elif task != EDIT:
+        raise RequestError(
+            f"image holds {len(read)} pictures, but {task} of {family.name} starts from one; run "
+            "it once for each"
+        )
+    if mask_image is not None:
+        read.append(read_mask(mask_image, read[0], allow_urls=allow_urls))
+        media["mask_image"] = read[-1].pixels
+    if task in STRENGTH:
+        strength = rules.check_strength(STRENGTH[task] if strength is None else strength)
+    return Start(
+        task=task,
+        media=media,
+        size=read[0].pixels.size,
+        strength=strength,
+        warnings=_warnings(read),
+    )
+
+
+def _warnings(read: Sequence[InputPicture]) -> tuple[str, ...]:
+    return tuple(warning for each in read for warning in each.warnings)
+
+
+def _task(family: Family, has_image: bool, has_mask: bool, has_strength: bool) -> str:
+    if not has_image:
+        if has_mask or has_strength:
+            given = "mask_image" if has_mask else "strength"
+            raise RequestError(f"{given} belongs to a picture; give image, too")
+        if TEXT_TO_IMAGE not in family.tasks:
+            raise RequestError(f"{family.name} edits a picture; give image")
+        return TEXT_TO_IMAGE
+    wanted = (INPAINT,) if has_mask else (IMAGE_TO_IMAGE, EDIT)
+    for task in wanted:
+        if task in family.tasks:
+            return task
+    raise RequestError(
+        f"{family.name} has no task {wanted[0]}; its tasks are {', '.join(family.tasks)}"
+    )
+
+
+def strength_warning(start: Start, family: Family, num_inference_steps: int) -> tuple[str, ...]:
+    """Says if all of a picture drowns in noise; flow matching begins with nothing else.
+
+    A UNet's schedule begins with a little of the picture left.
+    """
+    if start.task != IMAGE_TO_IMAGE or start.strength is None or family.denoiser == "unet":
+        return ()
+    if int(num_inference_steps - num_inference_steps * start.strength) > 0:
+        return ()
+    return (
+        f"strength {start.strength:g} of {num_inference_steps} steps starts from noise alone: "
+        "image has no effect; lower strength or take more steps",
+    )
+
+
+def size_warning(start: Start, height: int, width: int, *, is_asked: bool) -> tuple[str, ...]:
+    """What of a picture's form is lost at the size that is painted; nothing if nothing is."""
+    if start.size is None or start.task == EDIT:
+        return ()
+    from_width, from_height = start.size
+    size, painted = f"{from_width} x {from_height}", f"{width} x {height}"
+    if is_asked and abs(width * from_height / (height * from_width) - 1) > STRETCH_TOLERANCE:
+        return (f"image is {size} pixels and is stretched to {painted}; give one edge alone",)
+    if not is_asked and width * height * 2 <= from_width * from_height:
+        return (f"image is {size} pixels and is painted at {painted}; height sets another size",)
+    return ()
+
+
+# ---- phases --------------------------------------------------------------------------------
+
+
+def given(run: Run, job: Job, stage: str) -> StageResult:
+    """The run's pictures that a phase takes, in the store; none for a run from a prompt."""
+    from stages.media_inputs import put_media
+
+    taken = run.manifest.phases[stage].options
+    return put_media(run.store, {name: each for name, each in job.media.items() if name in taken})
+
+
+def condition_pictures(
+    run: Run, job: Job, embeds: Sequence[StageResult]
+) -> list[tuple[StageResult, ...]]:
+    """The condition phase: what the denoiser starts from, for each picture to be painted.
+
+    A family that draws here encodes the picture once a seed, any other once. It is encoded once
+    a prompt only if its blocks look at the prompt, too.
+
+    Args:
+        embeds: One per prompt.
+    """
+    if not job.media:
+        return [() for _ in job.pictures]
+    facts = run.manifest.phases["condition"]
+    draws, reads_prompt = "condition" in job.family.drawing, bool(facts.inputs)
+    sizes = {"height": job.height, "width": job.width}
+    options = {name: value for name, value in sizes.items() if name in facts.options}
+    pictures = given(run, job, "condition")
+    keys = [(n if reads_prompt else 0, seed if draws else None) for n, seed in job.pictures]
+    with run.phase("condition", len(set(keys))) as condition:
+        made = {
+            (n, seed): condition(
+                pictures,
+                *([embeds[n]] if reads_prompt else []),
+                label="picture" if seed is None else f"picture, seed {seed}",
+                seed=seed,
+                **options,
+            )
+            for n, seed in dict.fromkeys(keys)
+        }
+    return [(made[key],) for key in keys]

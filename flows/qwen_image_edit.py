@@ -1,0 +1,114 @@
+"""Qwen-Image-Edit as a flow: its text encoder reads the picture together with the prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.from_pictures import condition_pictures, given
+from flows.pictures import Picture
+from flows.text_to_image import (
+    Job,
+    begin,
+    check_job,
+    decode_pictures,
+    denoise_pictures,
+    documented,
+    open_for,
+    run_name,
+    save_pictures,
+    short,
+)
+from stages.contracts import OffloadPreset
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 4.0
+
+
+@flow(name="qwen-image-edit", flow_run_name=run_name("qwen-image-edit"), persist_result=False)
+@documented
+def qwen_image_edit(
+    prompt: str | list[str],
+    model: str,
+    image: str,
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "pictures",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Picture]:
+    """Edit a picture by a prompt with a Qwen-Image-Edit model.
+
+    Args:
+        prompt: What to change; several prompts make several pictures.
+        image: The picture to edit.
+        height: Pixels; by default the picture's aspect ratio at 1024 x 1024 pixels of area.
+        width: Pixels; see height.
+        num_inference_steps: Denoising steps; by default 50.
+        guidance_scale: Weight of the prompt against the negative prompt, by default 4; 1 or less is
+            off. Known as true_cfg_scale elsewhere.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        image=image,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_images=num_images,
+        height=height,
+        width=width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        pictures = given(run, job, "encode")
+        embeds = [
+            encode(
+                pictures,
+                label=short(text),
+                prompt=text,
+                negative_prompt=job.negative_prompt if job.is_guided else None,
+                do_classifier_free_guidance=job.is_guided,
+            )
+            for text in job.prompts
+        ]
+
+    conditions = condition_pictures(run, job, embeds)
+    latents = denoise_pictures(run, job, embeds, conditions)
+    images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
+    return save_pictures(
+        run, job, embeds, latents, images, conditions=conditions, embed_settings=embed_settings
+    )
+
+
+def check(*, model: str, **others: Any) -> Job:
+    """Check every argument."""
+    return check_job(
+        "qwen-image-edit",
+        open_for("qwen-image-edit", model),
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        fills=True,
+        **others,
+    )
