@@ -1,4 +1,4 @@
-"""Decode: `latents` to pictures, each a PNG whose bytes depend on its pixels alone.
+"""Decode: `latents` to pictures or videos, each a file whose bytes depend on its content alone.
 
 Decoding in tiles takes less memory and gives other pixels, so it is an option of the request:
 its result has a key of its own, and an artifact `tiling` beside the pictures says what was done.
@@ -20,6 +20,8 @@ from stages.contracts import StageContext, StageRequest, StageResult, canonical_
 from stages.errors import RequestError
 from stages.execute import Events, finish, loaded_pipe, open_job, run_job
 from stages.latents import check_latents
+from stages.mp4 import MEDIA_TYPE, check_frame_rate
+from stages.videos import FRAME_RATE, encode_videos, glance
 
 TILING = "tiling"
 
@@ -27,17 +29,21 @@ TILING = "tiling"
 def run(
     request: StageRequest, context: StageContext, events: Events
 ) -> tuple[StageResult, dict[str, Any]]:
-    """Decode the latents of one request into one PNG a picture, named `image-0`, `image-1`...
+    """Decode the latents of one request into files.
 
-    The option `tiling` decodes in tiles that are blended where they meet.
+    One PNG a picture, named `image-0`, `image-1`..., or one MP4 a video, `video-0` and so on,
+    with its sound. The option `tiling` decodes in tiles that are blended where they meet;
+    `frame_rate` says how many frames a second a video has.
 
     Raises:
-        RequestError: `tiling` is asked of a VAE that has none.
+        RequestError: `tiling` is asked of a VAE that has none, or a video has no `frame_rate`.
         BorderError: The latents belong to another VAE or have another form, or the pixels are
             NaN or constant; no picture is written.
     """
     job = open_job(request, context, events)
     is_tiled = bool(job.options.pop(TILING, False))
+    is_video = job.family.output == "videos"
+    frame_rate = check_frame_rate(job.options.pop(FRAME_RATE, None)) if is_video else 0.0
     pipe = loaded_pipe(job)
     for facts in job.facts.values():
         check_latents(pipe, facts, job.handed.values)
@@ -51,17 +57,20 @@ def run(
         if is_finished:  # whose pixels are past checking
             stack.enter_context(_decoded_values_checked(pipe.vae))
         made = run_job(job, pipe)
-    pictures_CHW = [_as_tensor(each) for each in made.values[job.family.output]]  # noqa: N806
+    products = made.values[job.family.output]
+    noun = "video" if is_video else "image"
+    pictures_CHW = [glance(each) if is_video else _as_tensor(each) for each in products]  # noqa: N806
     for index, pixels_CHW in enumerate(pictures_CHW):  # noqa: N806 - its shape
-        if sentence := faint_sentence(f"image-{index}", pixels_CHW):
+        if sentence := faint_sentence(f"{noun}-{index}", pixels_CHW):
             job.tracker.warnings.append(sentence)
             events.warn(sentence)
     events.progress("writing")
     with job.tracker.host_phase("write"):
-        pictures = [encode_png(pixels_CHW) for pixels_CHW in pictures_CHW]
-        refs = {
-            f"image-{index}": job.store.put(png, "image/png") for index, png in enumerate(pictures)
-        }
+        if is_video:
+            files, kind = encode_videos(job.family, pipe, made.values, frame_rate), MEDIA_TYPE
+        else:
+            files, kind = [encode_png(pixels_CHW) for pixels_CHW in pictures_CHW], "image/png"
+        refs = {f"{noun}-{index}": job.store.put(file, kind) for index, file in enumerate(files)}
         if is_tiled:
             refs[TILING] = job.store.put(canonical_json(tiles), "application/json")
     return finish(job, refs)

@@ -101,7 +101,9 @@ def _built(model_dir: Path, name: str, library: str, class_name: str) -> torch.n
 
     from accelerate import init_empty_weights
 
-    kind = getattr(importlib.import_module(library), class_name)
+    in_pipelines = library.partition(".")[0] not in ("diffusers", "transformers")
+    home = f"diffusers.pipelines.{library}" if in_pipelines else library
+    kind = getattr(importlib.import_module(home), class_name)
     with init_empty_weights():
         if library == "transformers":
             config = kind.config_class.from_pretrained(model_dir / name, local_files_only=True)

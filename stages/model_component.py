@@ -28,7 +28,7 @@ from stages.safetensors_header import TORCH_DTYPES, Header
 
 _TORCH_FLOATS = {code: name for name, code in TORCH_DTYPES.items() if code.startswith(("F", "BF"))}
 _CONFIG_NAMES = (
-    (r"Tokenizer(Fast)?", ("tokenizer_config.json",)),
+    (r"Tokenizer(Fast)?|TokenizersBackend", ("tokenizer_config.json",)),
     (r"Scheduler", ("scheduler_config.json",)),
     (r"Guidance|Guider", ("guider_config.json",)),
     (

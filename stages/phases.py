@@ -253,7 +253,7 @@ def _needed_later(
     made = {item.name for item in blocks.intermediate_outputs}
     values = {name: state.values[name] for name in made if name in state.values}
     if not later:
-        return {graph.family.output: values[graph.family.output]}, {}
+        return {name: values[name] for name in graph.family.products}, {}
     needed = {item.name for block in later for item in block.inputs if item.name}
     needed -= {"generator"} | given
     groups = {

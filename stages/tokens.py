@@ -62,9 +62,11 @@ def token_use(
         limit: Most tokens that the encoder is given, by the request; None leaves it to the
             tokenizer, as the reading may too.
     """
-    if limit is None or reading.limit == "own":
+    if isinstance(reading.limit, int):
+        limit = reading.limit
+    elif limit is None or reading.limit == "own":
         limit = int(tokenizer.model_max_length)
-    rendered = _rendered(tokenizer, text, reading.template)
+    rendered = _rendered(tokenizer, text, reading)
     encoded = tokenizer(
         rendered,
         return_offsets_mapping=True,
@@ -88,13 +90,15 @@ def token_use(
     )
 
 
-def _rendered(tokenizer: Any, text: str, template: str) -> str:
+def _rendered(tokenizer: Any, text: str, reading: Reading) -> str:
     """A prompt in its template, as the pipeline renders it."""
+    template = reading.template
     if not template:
         return text
     if template in (CHAT, CHAT_WITHOUT_THINKING):
+        before = [{"role": "system", "content": _system(reading)}] if reading.system else []
         rendered: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
+            [*before, {"role": "user", "content": text}],
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=template == CHAT,
@@ -103,6 +107,14 @@ def _rendered(tokenizer: Any, text: str, template: str) -> str:
     module, _, name = template.partition(":")
     around: str = getattr(importlib.import_module(module), name)
     return around.format(text)
+
+
+def _system(reading: Reading) -> str:
+    """The text that a pipeline's class says before each prompt."""
+    module, _, name = reading.system.partition(":")
+    owner, _, attribute = name.partition(".")
+    found: str = getattr(getattr(importlib.import_module(module), owner), attribute).fget(None)
+    return found
 
 
 def _num_closing(is_special: list[int]) -> int:

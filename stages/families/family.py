@@ -14,10 +14,16 @@ FAMILIES: Mapping[str, str] = {
     "flux-kontext": "stages.families.flux:KONTEXT",
     "flux2-klein": "stages.families.flux2_klein:FAMILY",
     "flux2-klein-base": "stages.families.flux2_klein:BASE",
+    "hunyuan-video": "stages.families.hunyuan_video:FAMILY",
+    "ltx": "stages.families.ltx:FAMILY",
+    "ltx2": "stages.families.ltx2:FAMILY",
     "qwen-image": "stages.families.qwen_image:FAMILY",
     "qwen-image-edit": "stages.families.qwen_image:EDITOR",
+    "qwen-image-edit-plus": "stages.families.qwen_image:EDITOR_PLUS",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
+    "wan": "stages.families.wan:FAMILY",
+    "wan22": "stages.families.wan:FAMILY_22",
     "z-image": "stages.families.z_image:FAMILY",
 }
 """Each family by its name, with where it is declared, as `module:name`."""
@@ -37,15 +43,17 @@ class Reading:
     Attributes:
         encoder: The text encoder that it feeds.
         limit: Where the most tokens stand: in the request's `option`, or in the tokenizer's
-            `own` configuration.
+            `own` configuration; a number where the pipeline has one of its own.
         template: What the prompt is put into first: nothing, the tokenizer's chat template with
             thinking on or off, or a text with a `{}` in it, as `module:NAME`.
+        system: What the chat template says before the prompt, as `module:Class.property`.
         num_unread: Tokens of the template that come before the prompt and count in no limit.
     """
 
     encoder: str
-    limit: Literal["option", "own"] = "option"
+    limit: Literal["option", "own"] | int = "option"
     template: str = ""
+    system: str = ""
     num_unread: int = 0
 
 
@@ -62,7 +70,9 @@ class Family:
         pipeline: Modular pipeline class of diffusers.
         models: Pipeline classes that a model directory of this family may name.
         tasks: For each task, the inputs that select its blocks.
-        output: The value of the last phase that is the product, such as `images`.
+        output: The value of the last phase that is the product: `images` or `videos`.
+        sound: The value of the last phase that is heard with a video; empty if there is none.
+        sound_rate: Component and entry of its configuration that tell the sound's samples a second.
         denoiser: The component that denoises.
         guidance: Guider component -> the option that sets its scale; empty where the scale
             is an ordinary argument of the pipeline.
@@ -90,6 +100,8 @@ class Family:
     models: tuple[str, ...]
     tasks: Mapping[str, tuple[str, ...]]
     output: str
+    sound: str = ""
+    sound_rate: tuple[str, str] = ("", "")
     denoiser: str = "transformer"
     guidance: Mapping[str, str] = field(default_factory=dict)
     tokenizers: Mapping[str, Reading] = field(default_factory=dict)
@@ -105,6 +117,11 @@ class Family:
     optional: tuple[str, ...] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The values of the last phase that are kept."""
+        return (self.output, self.sound) if self.sound else (self.output,)
 
 
 def family_named(name: str) -> Family:

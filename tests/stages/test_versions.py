@@ -31,7 +31,7 @@ SOURCES = {
     "encode": ("encode", "tokens"),
     "condition": ("condition",),
     "denoise": ("denoise", "loop", "latents", "checkpoints", "loop_state", "plain_values"),
-    "decode": ("decode", "latents"),
+    "decode": ("decode", "latents", "videos", "mp4"),
 }
 
 

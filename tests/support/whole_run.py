@@ -19,14 +19,19 @@ def run_whole(
     seed: int,
     dtype: torch.dtype,
     guidance: dict[str, float],
-    output: str | None = None,
+    output: str | list[str] | None = None,
 ) -> Any:
-    """What the family's modular pipeline makes of a job when it runs unsplit."""
+    """What the family's modular pipeline makes of a job when it runs unsplit.
+
+    Args:
+        output: The value to give; a list gives a mapping of several.
+    """
     import diffusers
 
     pipeline_class = getattr(diffusers, family.pipeline)
     pipe = pipeline_class(pretrained_model_name_or_path=str(model_dir))
-    pipe.load_components(names=component_names(pipe), dtype=dtype)
+    own = {name: getattr(torch, text) for name, text in family.dtypes.items()}
+    pipe.load_components(names=component_names(pipe), dtype={"default": dtype, **own})
     renew_job_state(pipe, guidance)
     generator = torch.Generator("cpu").manual_seed(seed)
     return pipe(**options, generator=generator, output=output or family.output)

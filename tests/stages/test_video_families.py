@@ -1,0 +1,255 @@
+"""Every family of videos through the one phase engine: equal bits, and MP4 files out of them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from stages.artifacts import ArtifactStore
+from stages.components import bind, renew_job_state
+from stages.contracts import StageContext, StageRequest, StageResult
+from stages.errors import BorderError, RequestError
+from stages.handover import pack, unpack
+from stages.manifest import Manifest
+from stages.mp4 import encode_mp4
+from stages.phases import Handover, run_phase, split
+from stages.videos import frames, sound_of
+from stages.worker import handler_for
+from tests.stages.test_checkpoints import KillAt, Killed
+from tests.support.chain import context, request, run_stage
+from tests.support.tiny_videos import SAMPLE_RATE
+from tests.support.video_cases import NUM_FRAMES, VIDEO_CASES, VideoCase
+from tests.support.whole_run import run_whole
+
+DTYPES = [torch.float32, torch.bfloat16]
+TASK = "text-to-video"
+PHASES = ("encode", "denoise", "decode")
+
+
+@pytest.fixture(params=sorted(VIDEO_CASES))
+def case(request: pytest.FixtureRequest) -> VideoCase:
+    return VIDEO_CASES[request.param]
+
+
+def whole(case: VideoCase, model_dir: Path, *, dtype: torch.dtype) -> Any:
+    every = {name: value for phase in case.options.values() for name, value in phase.items()}
+    return run_whole(
+        case.family,
+        model_dir,
+        {**every, "output_type": "pt"},
+        seed=7,
+        dtype=dtype,
+        guidance=case.scales,
+        output=list(case.family.products),
+    )
+
+
+def asked(case: VideoCase, name: str, *inputs: StageResult, **changes: Any) -> StageRequest:
+    options = case.requests[name] | changes.pop("options", {})
+    if name == "denoise":
+        changes.setdefault("seed", 7)
+    return request(name, options, *inputs, family=case.name, task=TASK, **changes)
+
+
+def stage(
+    case: VideoCase, where: StageContext, name: str, *inputs: StageResult, **changes: Any
+) -> StageResult:
+    return run_stage(asked(case, name, *inputs, **changes), where)[0]
+
+
+def video_of(where: StageContext, result: StageResult) -> bytes:
+    ref = result.artifacts["video-0"]
+    assert ref.media_type == "video/mp4"
+    return ArtifactStore(where.store_url).read(ref)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_phases_in_sequence_equal_the_unsplit_pipeline(
+    case: VideoCase, tiny: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Each phase gets what the one before it left in a file."""
+    graph, handed, model_dir = split(case.family, TASK), Handover(), tiny(case)
+    assert tuple(graph.phases) == PHASES
+    options = case.options
+    options["decode"]["output_type"] = "pt"
+    for phase in PHASES:
+        pipe = bind(graph, phase, model_dir, dtype=dtype, device="cpu")
+        renew_job_state(pipe, case.scales)
+        seed = 7 if phase == "denoise" else None
+        handed = run_phase(graph, phase, pipe, options[phase], handed, seed=seed)
+        if phase != "decode":
+            path = tmp_path / phase
+            path.write_bytes(pack(phase, handed, {}))
+            handed = unpack(path).handover
+    expected = whole(case, model_dir, dtype=dtype)
+    assert handed.values["videos"].shape == (1, NUM_FRAMES, 3, case.edge, case.edge)
+    for name in case.family.products:
+        assert torch.equal(expected[name], handed.values[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_video_of_the_stages_is_that_of_the_unsplit_pipeline(
+    case: VideoCase, tiny: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    where, name = context(tiny(case), tmp_path), str(dtype).removeprefix("torch.")
+    embeds = stage(case, where, "encode", dtype=name)
+    latents = stage(case, where, "denoise", embeds, dtype=name)
+    made = video_of(where, stage(case, where, "decode", latents, dtype=name))
+    expected = whole(case, tiny(case), dtype=dtype)
+    sound = None
+    if case.family.sound:
+        graph = split(case.family, TASK)
+        pipe = bind(graph, "decode", tiny(case), dtype=dtype, device="cpu")
+        sound = sound_of(case.family, pipe, expected[case.family.sound][0])
+    assert made == encode_mp4(frames(expected["videos"][0]), case.frame_rate, sound)
+
+
+def test_a_player_sees_the_frames_at_their_rate_and_hears_the_sound(
+    case: VideoCase, tiny: Any, tmp_path: Path
+) -> None:
+    where = context(tiny(case), tmp_path)
+    embeds = stage(case, where, "encode")
+    latents = stage(case, where, "denoise", embeds)
+    made = video_of(where, stage(case, where, "decode", latents))
+    with av.open(io.BytesIO(made)) as opened:
+        video = opened.streams.video[0]
+        assert (video.codec_context.name, video.codec_context.pix_fmt) == ("h264", "yuv420p")
+        assert (video.width, video.height) == (case.edge, case.edge)
+        assert video.average_rate == case.frame_rate
+        seen = [frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]
+    assert len(seen) == NUM_FRAMES
+    expected = whole(case, tiny(case), dtype=torch.float32)
+    painted = list(frames(expected["videos"][0]))
+    assert np.abs(np.mean(seen, (0, 1, 2)) - np.mean(painted, (0, 1, 2))).max() < 2  # levels
+    with av.open(io.BytesIO(made)) as opened:
+        assert bool(opened.streams.audio) == bool(case.family.sound)
+        if case.family.sound:
+            (sound,) = opened.streams.audio
+            num_samples = expected[case.family.sound].shape[-1]
+            assert sound.rate == SAMPLE_RATE
+            assert sound.duration is not None and sound.time_base is not None
+            seconds = sound.duration * sound.time_base
+            assert abs(seconds - Fraction(num_samples, SAMPLE_RATE)) < Fraction(1, 1000)
+
+
+def test_a_job_in_a_batch_has_the_bits_it_has_alone(
+    case: VideoCase, tiny: Any, tmp_path: Path
+) -> None:
+    """One process does a batch's requests one by one; nothing of one is left in the next."""
+    where = context(tiny(case), tmp_path)
+    embeds = stage(case, where, "encode")
+    alone = stage(case, where, "denoise", embeds, seed=3)
+    other = stage(case, where, "denoise", embeds, seed=4, options={"num_inference_steps": 5})
+    assert other.only() != alone.only()
+    assert stage(case, where, "denoise", embeds, seed=3) == alone
+    video = stage(case, where, "decode", alone)
+    assert stage(case, where, "decode", other) != video
+    assert stage(case, where, "decode", alone) == video
+    assert stage(case, where, "encode", options={"prompt": "a robot"}) != embeds
+    assert stage(case, where, "encode") == embeds
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("float32", 3), ("bfloat16", 1)])
+def test_a_killed_loop_ends_with_the_bits_of_the_undisturbed_run(
+    case: VideoCase, tiny: Any, tmp_path: Path, dtype: str, step: int
+) -> None:
+    """UniPC's history, two transformers, two schedulers and two latents among them."""
+    plain = context(tiny(case), tmp_path / "undisturbed")
+    where = context(tiny(case), tmp_path / "killed", checkpoint_every_steps=1)
+    embeds = stage(case, plain, "encode", dtype=dtype)
+    expected = stage(case, plain, "denoise", embeds, dtype=dtype)
+    loop = asked(case, "denoise", stage(case, where, "encode", dtype=dtype), dtype=dtype)
+    with pytest.raises(Killed):
+        handler_for("denoise")(loop, where, KillAt(step))
+    result, report, _ = run_stage(loop, where)
+    assert result == expected
+    assert (report["resumed_from_step"], report["steps"]["num_run"]) == (step, 4 - step)
+
+
+def test_phases_load_only_what_they_compute_with(case: VideoCase, tiny: Any) -> None:
+    graph = split(case.family, TASK)
+    loaded = {
+        phase: {
+            name
+            for name, part in bind(
+                graph, phase, tiny(case), dtype=torch.float32, device="cpu"
+            ).components.items()
+            if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
+        }
+        for phase in PHASES
+    }
+    assert loaded == case.loads
+
+
+def test_inspect_finds_a_familys_files_whole(case: VideoCase, tiny: Any, tmp_path: Path) -> None:
+    where = context(tiny(case), tmp_path)
+    result = run_stage(request("inspect", {}, family=case.name, task=TASK), where)[0]
+    manifest = Manifest.model_validate_json(ArtifactStore(where.store_url).read(result.only()))
+    weighty = set(manifest.num_parameters)
+    assert {
+        phase: set(facts.components) & weighty for phase, facts in manifest.phases.items()
+    } == case.loads
+    taken = {phase: set(facts.options) for phase, facts in manifest.phases.items()}
+    assert all(set(case.options[phase]) <= taken[phase] for phase in PHASES)
+
+
+def test_what_each_encoder_does_not_read_is_told(
+    case: VideoCase, tiny: Any, tmp_path: Path
+) -> None:
+    where = context(tiny(case), tmp_path)
+    long = {"prompt": "red fox " * 400 + "hedgehog"}
+    embeds = stage(case, where, "encode", options=long)
+    facts = unpack(ArtifactStore(where.store_url).path(embeds.only())).facts
+    cut = {use["encoder"]: use for use in facts["tokens"] if use["prompt"] == "prompt"}
+    assert set(cut) == {reading.encoder for reading in case.family.tokenizers.values()}
+    for use in cut.values():
+        assert use["tokens_used"] < use["tokens_total"]
+        assert use["dropped_text"].endswith("hedgehog")
+
+
+def test_a_model_that_moved_and_has_only_variant_weights_makes_the_same_bits(
+    case: VideoCase, tiny: Any, tmp_path: Path
+) -> None:
+    """In a folder with spaces and letters of another script, behind links."""
+    moved = Path(shutil.copytree(tiny(case), tmp_path / "модель two"))
+    for weights in moved.glob("*/*.safetensors"):
+        behind = weights.rename(tmp_path / f"{weights.parent.name}.safetensors")
+        weights.with_name(f"{weights.stem}.fp16.safetensors").symlink_to(behind)
+    made = []
+    for number, model_dir in enumerate((tiny(case), moved)):
+        where = context(model_dir, tmp_path / str(number))
+        latents = stage(case, where, "denoise", stage(case, where, "encode"))
+        made.append([latents, stage(case, where, "decode", latents)])
+    assert made[0] == made[1]
+
+
+def test_a_video_needs_a_frame_rate_before_its_model_loads(tiny: Any, tmp_path: Path) -> None:
+    case = VIDEO_CASES["wan"]
+    where = context(tiny(case), tmp_path)
+    latents = stage(case, where, "denoise", stage(case, where, "encode"))
+    for wrong in (None, 0, 500, "24", True):
+        with pytest.raises(RequestError, match="frame_rate is"):
+            stage(case, where, "decode", latents, options={"frame_rate": wrong})
+
+
+def test_sound_that_is_not_finite_is_refused_and_no_video_is_written(
+    tiny: Any, tmp_path: Path
+) -> None:
+    case = VIDEO_CASES["ltx2"]
+    where = context(tiny(case), tmp_path)
+    latents = stage(case, where, "denoise", stage(case, where, "encode"))
+    store = ArtifactStore(where.store_url)
+    held = unpack(store.path(latents.only()))
+    held.handover.values["audio_latents"][0, 2] = torch.nan
+    ref = store.put(pack("denoise", held.handover, held.facts))
+    spoiled = StageResult(stage="denoise", artifacts={"latents": ref})
+    with pytest.raises(BorderError, match=r"audio_latents .* NaN"):
+        stage(case, where, "decode", spoiled)
