@@ -33,9 +33,9 @@ def ways_with_less_memory(
     request: StageRequest, context: StageContext, *, may_tile: bool = True
 ) -> Iterator[Way]:
     """What to try, in this order, after `request` ran out of memory."""
-    if request.stage != "decode":
+    if request.stage not in ("condition", "decode"):
         return
-    if may_tile and not request.options.get("tiling"):
+    if request.stage == "decode" and may_tile and not request.options.get("tiling"):
         tiled = request.model_copy(update={"options": {**request.options, "tiling": True}})
         yield Way(how="in tiles", request=tiled, context=context, may_be_refused=True)
     if context.device != "cpu":

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
-from flows.from_pictures import condition_pictures
+from flows.from_pictures import REFERENCES_LIMIT, check_references, condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
@@ -26,6 +26,7 @@ from stages.contracts import OffloadPreset
 DISTILLED_STEPS = 4
 BASE_STEPS, BASE_GUIDANCE = 50, 4.0
 DEFAULT_TOKENS = 512
+LEAST_EDGE, MOST_ASPECT = 64, 8.0  # what its image processor takes
 
 
 @flow(name="flux2-klein", flow_run_name=run_name("flux2-klein"), persist_result=False)
@@ -104,10 +105,14 @@ def check(*, model: str, **others: Any) -> Job:
     """Check every argument; the model's index says whether it is distilled."""
     opened = open_for("flux2-klein", model)
     is_distilled = bool(opened.settings.get("is_distilled"))
-    return check_job(
+    job = check_job(
         "flux2-klein" if is_distilled else "flux2-klein-base",
         opened,
         default_steps=DISTILLED_STEPS if is_distilled else BASE_STEPS,
         default_guidance=None if is_distilled else BASE_GUIDANCE,
         **others,
     )
+    check_references(
+        job.start, most=REFERENCES_LIMIT, least_edge=LEAST_EDGE, most_aspect=MOST_ASPECT
+    )
+    return job

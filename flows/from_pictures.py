@@ -117,6 +117,37 @@ def _task(family: Family, has_image: bool, has_mask: bool, has_strength: bool) -
     )
 
 
+def check_references(
+    start: Start, *, most: int, least_edge: int = 1, most_aspect: float | None = None
+) -> None:
+    """Hold pictures that are looked at to what a pipeline takes.
+
+    Args:
+        most: Number of pictures.
+        least_edge: Pixels of the shorter edge.
+        most_aspect: Longer edge over shorter one; None for any.
+
+    Raises:
+        RequestError: With the number or the size of the one that does not fit.
+    """
+    pictures = start.media.get("image", [])
+    pictures = pictures if isinstance(pictures, list) else [pictures]
+    if len(pictures) > most:
+        raise RequestError(
+            f"image holds {len(pictures)} pictures, allowed are {most} with this model"
+        )
+    for n, (width, height) in enumerate(each.size for each in pictures):
+        which = "image" if len(pictures) == 1 else f"image {n + 1} of {len(pictures)}"
+        found = f"{which} is {width} x {height} pixels"
+        if min(width, height) < least_edge:
+            raise RequestError(f"{found}, allowed are edges of {least_edge} and more; enlarge it")
+        if most_aspect is not None and max(width, height) > most_aspect * min(width, height):
+            raise RequestError(
+                f"{found}, allowed are {most_aspect:g} times as wide as high, or as high as wide; "
+                "crop it"
+            )
+
+
 def strength_warning(start: Start, family: Family, num_inference_steps: int) -> tuple[str, ...]:
     """Says if all of a picture drowns in noise; flow matching begins with nothing else.
 

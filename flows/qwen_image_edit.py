@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
-from flows.from_pictures import condition_pictures, given
+from flows.from_pictures import (
+    REFERENCES_LIMIT,
+    check_references,
+    condition_pictures,
+    given,
+)
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
@@ -16,12 +21,13 @@ from flows.text_to_image import (
     decode_pictures,
     denoise_pictures,
     documented,
-    open_for,
     run_name,
     save_pictures,
     short,
 )
 from stages.contracts import OffloadPreset
+from stages.families import family_named, require_model_of
+from stages.models import open_model, resolve_model
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 4.0
 
@@ -31,7 +37,7 @@ DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 4.0
 def qwen_image_edit(
     prompt: str | list[str],
     model: str,
-    image: str,
+    image: str | list[str],
     negative_prompt: str = "",
     seed: int | str = -1,
     num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
@@ -54,8 +60,8 @@ def qwen_image_edit(
 
     Args:
         prompt: What to change; several prompts make several pictures.
-        image: The picture to edit.
-        height: Pixels; by default the picture's aspect ratio at 1024 x 1024 pixels of area.
+        image: The picture to edit; a model of 2509 or later takes several, as references.
+        height: Pixels; by default the first picture's aspect ratio at 1024 x 1024 pixels of area.
         width: Pixels; see height.
         num_inference_steps: Denoising steps; by default 50.
         guidance_scale: Weight of the prompt against the negative prompt, by default 4; 1 or less is
@@ -103,12 +109,18 @@ def qwen_image_edit(
 
 
 def check(*, model: str, **others: Any) -> Job:
-    """Check every argument."""
-    return check_job(
-        "qwen-image-edit",
-        open_for("qwen-image-edit", model),
+    """Check every argument; the model's class says whether it looks at several pictures."""
+    opened = open_model(resolve_model(model))
+    takes_several = opened.class_name in family_named("qwen-image-edit-plus").models
+    family = "qwen-image-edit-plus" if takes_several else "qwen-image-edit"
+    require_model_of(family_named(family), opened.class_name, str(opened.directory))
+    job = check_job(
+        family,
+        opened,
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         fills=True,
         **others,
     )
+    check_references(job.start, most=REFERENCES_LIMIT if takes_several else 1)
+    return job

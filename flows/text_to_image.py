@@ -308,6 +308,9 @@ def denoise_pictures(
         conditions: What else each picture starts from, one tuple per picture; none for none.
         options: What only this family's pipeline takes.
     """
+    sizes = {"height": job.height, "width": job.width}
+    taken = run.manifest.phases["denoise"].options  # SDXL goes by the picture that it starts from
+    options |= {name: edge for name, edge in sizes.items() if name in taken}
     with run.phase("denoise", len(job.pictures)) as denoise:
         return [
             denoise(
@@ -315,8 +318,6 @@ def denoise_pictures(
                 *(conditions[k] if conditions else ()),
                 label=job.label(n, seed),
                 seed=seed,
-                height=job.height,
-                width=job.width,
                 num_inference_steps=job.num_inference_steps,
                 guidance_scale=job.guidance_scale,
                 strength=job.start.strength,

@@ -1,7 +1,7 @@
 """Qwen-Image: one Qwen2.5-VL text encoder, a transformer, an AutoencoderKLQwenImage.
 
-The edit model's text encoder reads the picture together with the prompt, so the two are encoded
-as one.
+The edit models' text encoder reads the picture together with the prompt, so the two are encoded
+as one; the later one (2509 and on) takes several pictures.
 """
 
 from dataclasses import replace
@@ -58,6 +58,19 @@ EDITOR = replace(
         *FAMILY.preload,
         "diffusers:QwenImageEditAutoBlocks",
         "diffusers:QwenImageEditModularPipeline",
+        "transformers:Qwen2VLProcessor",
+    ),
+)
+
+EDITOR_PLUS = replace(
+    EDITOR,
+    name="qwen-image-edit-plus",
+    pipeline="QwenImageEditPlusModularPipeline",
+    models=("QwenImageEditPlusPipeline",),
+    preload=(
+        *FAMILY.preload,
+        "diffusers:QwenImageEditPlusAutoBlocks",
+        "diffusers:QwenImageEditPlusModularPipeline",
         "transformers:Qwen2VLProcessor",
     ),
 )

@@ -1,4 +1,4 @@
-"""A decode that runs out of memory is done in tiles, then on the CPU, under honest keys."""
+"""A VAE that runs out of memory works in tiles or on the CPU, under honest keys."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class Manifest:
 
     class Facts:
         components = ()
+        task = ""
 
     def __init__(self) -> None:
-        self.phases = dict.fromkeys(("encode", "denoise", "decode"), self.Facts)
+        self.phases = dict.fromkeys(("encode", "condition", "denoise", "decode"), self.Facts)
 
 
 def fails_unless(fits: Callable[[StageRequest, StageContext], bool], seen: list[Any]) -> Answer:
@@ -164,6 +165,14 @@ def test_another_error_on_the_way_is_told_at_once(phase_of: Any) -> None:
 
     with pytest.raises(StageFailed, match="the VAE is broken"):
         phase_of("decode", answer)()
+
+
+def test_a_picture_that_is_encoded_goes_to_the_cpu_at_once(phase_of: Any, told: Told) -> None:
+    """Tiles would change what the denoiser starts from."""
+    seen: list[Any] = []
+    phase_of("condition", fails_unless(lambda _, c: c.device == "cpu", seen))()
+    assert [(tiled, device) for tiled, device, _ in seen] == [(False, "cuda:1"), (False, "cpu")]
+    assert told.warnings[0].endswith("condition is tried again on the CPU")
 
 
 def test_other_phases_have_no_other_way(phase_of: Any, told: Told) -> None:

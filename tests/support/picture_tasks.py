@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,12 @@ EDITOR = replace(
     build=tiny_editors.qwen_image_edit,
     text={"negative_prompt": "blurry"},
 )
+EDITOR_PLUS = replace(
+    EDITOR,
+    name="qwen-image-edit-plus",
+    command="qwen-image-edit",
+    build=partial(tiny_editors.qwen_image_edit, pipeline="QwenImageEditPlusPipeline"),
+)
 KONTEXT = replace(CASES["flux"], name="flux-kontext", build=tiny_editors.flux_kontext)
 
 TASKS = {
@@ -128,6 +135,14 @@ TASKS = {
             draws=False,
         ),
         PictureTask(case=EDITOR, name="edit", options={}, draws=False, shares_text=False),
+        PictureTask(
+            case=EDITOR_PLUS,
+            name="edit",
+            media={"image": [picture(1), picture(2, 64, 96)]},
+            options={},
+            draws=False,
+            shares_text=False,
+        ),
         PictureTask(case=CASES["flux2-klein"], name="edit", options={}, draws=False),
         PictureTask(
             case=CASES["flux2-klein-base"],

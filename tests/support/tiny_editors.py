@@ -19,7 +19,13 @@ def flux_kontext(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     return _renamed(directory, "FluxKontextPipeline")
 
 
-def qwen_image_edit(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def qwen_image_edit(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    pipeline: str = "QwenImageEditPipeline",
+) -> Path:
     """Write a Qwen-Image-Edit model of 2.5 MB, with the processor that reads its pictures.
 
     The processor takes torchvision, like that of the real model.
@@ -43,9 +49,7 @@ def qwen_image_edit(directory: Path, *, seed: int = 0, dtype: torch.dtype = torc
         "video_token_id": video,
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | ids))
-    return _renamed(
-        directory, "QwenImageEditPipeline", processor=["transformers", "Qwen2VLProcessor"]
-    )
+    return _renamed(directory, pipeline, processor=["transformers", "Qwen2VLProcessor"])
 
 
 def _renamed(directory: Path, pipeline: str, **parts: list[str]) -> Path:
