@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,13 +34,15 @@ WITHOUT = {"height": None, "width": None}
 
 @pytest.fixture(scope="module", autouse=True)
 def launcher() -> Iterator[Any]:
-    """One fork server for the module, as one flow process has."""
+    """One fork server for the module, which serves every family."""
     from flows.launch import shared_launcher
 
     shared_launcher.cache_clear()
     made = shared_launcher("forkserver")
-    made.expect("z-image")
-    made.start_fork_server()
+    for task in TASKS.values():
+        made.expect(task.case.name)
+    process = made.start("inspect", logging.getLogger("test"), lambda: False)
+    process.release()  # the fork server is there from here on, before any test looks
     yield made
     made.close()
     shared_launcher.cache_clear()
@@ -296,7 +299,6 @@ def test_the_flow_of_a_task_equals_the_unsplit_pipeline(
     task = TASKS[name]
     if task.case.name.startswith("qwen-image-edit") and find_spec("torchvision") is None:
         pytest.skip("the processor of Qwen-Image-Edit takes torchvision, which is not installed")
-    launcher.expect(task.case.name)
     module = importlib.import_module(FAMILIES[task.case.command or task.case.name][0])
     flow = getattr(module, module.__name__.rpartition(".")[2])
     own = {"max_area": 64 * 64} if "max_area" in task.options else {}  # which the flow sets

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from stages.errors import RequestError
@@ -18,6 +22,13 @@ from tests.support.picture_tasks import picture, saved
 
 SIZE = (6, 4)
 COLOUR = picture(1, *SIZE)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The bytes of a picture's file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def same(one: Image.Image, other: Image.Image) -> bool:
@@ -338,3 +349,47 @@ def test_a_mask_of_another_size_or_of_nothing_is_refused(tmp_path: Path) -> None
     black = saved(Image.new("L", SIZE), tmp_path / "black.png")
     with pytest.raises(RequestError, match="is black everywhere"):
         read_mask(black, of)
+
+
+# ---- bytes of any kind ---------------------------------------------------------------------
+
+SEEDS = [
+    encoded(picture(1, 16, 16), name, **options)
+    for name, options in (
+        ("PNG", {}),
+        ("JPEG", {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"}),
+        ("GIF", {"save_all": True, "append_images": [picture(2, 16, 16)]}),
+        ("WEBP", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("BMP", {}),
+        ("AVIF", {}),
+        ("PPM", {}),
+    )
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    content=st.sampled_from(SEEDS),
+    changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=12),
+    cut=st.integers(0, 2**16),
+)
+def test_damaged_bytes_are_a_picture_or_a_clear_error(
+    content: bytes, changes: list[tuple[int, int]], cut: int
+) -> None:
+    """No other exception, and no picture beyond the limits, comes out of a decoder."""
+    damaged = bytearray(content)
+    for place, value in changes:
+        damaged[place % len(damaged)] = value
+    damaged = damaged[: len(damaged) - (cut % len(damaged) if cut % 3 == 0 else 0)]
+    limits = InputLimits(max_pixels=64 * 64)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(damaged)
+        file.flush()
+        try:
+            found = read_picture(file.name, limits=limits)
+        except RequestError as error:
+            assert str(error).startswith("image ")
+            return
+    assert found.pixels.mode == "RGB"
+    assert found.pixels.width * found.pixels.height <= limits.max_pixels
