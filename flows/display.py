@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from stages.rules import escape_for_terminal
 
-NAME_WIDTH = 8
+NAME_WIDTH = 9
 
 
 class Display(Protocol):
