@@ -167,7 +167,7 @@ def test_plain_lines_say_what_was_done_and_escape_control_characters() -> None:
     lines = told.text.splitlines()
     assert "1/2" in lines[0] and "1.23 s" in lines[0] and "\x1b" not in told.text
     assert "2/2" in lines[1] and "cached" in lines[1]
-    assert lines[2:] == ["warning: prompt was cut", "saved    /tmp/a.png"]
+    assert lines[2:] == ["warning: prompt was cut", "saved     /tmp/a.png"]
 
 
 def test_json_lines_are_one_document_each() -> None:
