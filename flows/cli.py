@@ -27,6 +27,10 @@ FAMILIES = {
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
     "qwen-image-edit": ("flows.qwen_image_edit", "edit a picture with a Qwen-Image-Edit model"),
+    "wan": ("flows.wan", "make videos with a Wan 2.1 or 2.2 model"),
+    "ltx": ("flows.ltx", "make videos with an LTX Video model"),
+    "ltx2": ("flows.ltx2", "make videos with sound with an LTX-2 model"),
+    "hunyuan-video": ("flows.hunyuan_video", "make videos with a HunyuanVideo 1.5 model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 

@@ -130,24 +130,25 @@ def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tupl
     name = module.__name__.rpartition(".")[2]
     with _display(as_json) as tally:
         try:
-            pictures = _call(getattr(module, name), values, home)
+            made = _call(getattr(module, name), values, home)
         except KeyboardInterrupt:
             print("exeunt: interrupted; what is finished is kept", file=sys.stderr)
             return EXIT_INTERRUPTED, False
         except StageError as error:
             _tell_error(error, as_json)
             return exit_code(error), False
+    noun = "video" if made and made[0].path.endswith(".mp4") else "picture"
     if as_json:
         document = {
             "event": "finished",
-            "pictures": [picture.model_dump() for picture in pictures],
+            f"{noun}s": [each.model_dump() for each in made],
             "made": tally.made,
             "found": tally.found,
         }
         print(json.dumps(document), flush=True)
     else:
-        noun = "picture" if len(pictures) == 1 else "pictures"
-        print(f"{len(pictures)} {noun}, {tally.sentence()}", file=sys.stderr)
+        count = f"{len(made)} {noun}" if len(made) == 1 else f"{len(made)} {noun}s"
+        print(f"{count}, {tally.sentence()}", file=sys.stderr)
     return EXIT_OK, not tally.made
 
 

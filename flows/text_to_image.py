@@ -67,15 +67,17 @@ ARGUMENTS = {
 """The arguments that mean the same in every family."""
 
 
-def documented(function: Callable[P, R]) -> Callable[P, R]:
-    """Complete a flow's docstring by the arguments that it leaves to `ARGUMENTS`.
+def documented(
+    function: Callable[P, R], arguments: Mapping[str, str] = ARGUMENTS
+) -> Callable[P, R]:
+    """Complete a flow's docstring by the arguments that it leaves to `arguments`.
 
     Prefect's pages and the command line both read it.
     """
     own = argument_texts(function)
     lines = (inspect.getdoc(function) or "").partition("Args:")[0].rstrip().splitlines()
     texts = [
-        f"    {name}: {own.get(name) or ARGUMENTS[name]}"
+        f"    {name}: {own.get(name) or arguments[name]}"
         for name in inspect.signature(function).parameters
     ]
     function.__doc__ = "\n".join([*lines, "", "Args:", *texts])
@@ -167,6 +169,7 @@ def check_job(
     image: str | list[str] | None = None,
     mask_image: str | None = None,
     strength: float | None = None,
+    start: Start | None = None,
     fills: bool = False,
     seed: int | str = -1,
     num_images: int = 1,
@@ -187,6 +190,7 @@ def check_job(
     """Check every argument, against the model's own configuration where it decides.
 
     Args:
+        start: What it starts from, where that was read already.
         fills: Whether a picture that starts from a smaller one has the size that the model was
             trained at all the same.
         default_steps: Steps where neither the caller nor the model says how many.
@@ -203,7 +207,7 @@ def check_job(
     own = model_settings(opened.directory)
     configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
     vae, denoiser = configs["vae"], configs[declared.denoiser]
-    start = check_start(
+    start = start or check_start(
         declared,
         image=image,
         mask_image=mask_image,

@@ -41,6 +41,11 @@ def run(
             NaN or constant; no picture is written.
     """
     job = open_job(request, context, events)
+
+    def warn(sentence: str) -> None:
+        job.tracker.warnings.append(sentence)
+        events.warn(sentence)
+
     is_tiled = bool(job.options.pop(TILING, False))
     is_video = job.family.output == "videos"
     frame_rate = check_frame_rate(job.options.pop(FRAME_RATE, None)) if is_video else 0.0
@@ -62,12 +67,12 @@ def run(
     pictures_CHW = [glance(each) if is_video else _as_tensor(each) for each in products]  # noqa: N806
     for index, pixels_CHW in enumerate(pictures_CHW):  # noqa: N806 - its shape
         if sentence := faint_sentence(f"{noun}-{index}", pixels_CHW):
-            job.tracker.warnings.append(sentence)
-            events.warn(sentence)
+            warn(sentence)
     events.progress("writing")
     with job.tracker.host_phase("write"):
         if is_video:
-            files, kind = encode_videos(job.family, pipe, made.values, frame_rate), MEDIA_TYPE
+            files = encode_videos(job.family, pipe, made.values, frame_rate, warn)
+            kind = MEDIA_TYPE
         else:
             files, kind = [encode_png(pixels_CHW) for pixels_CHW in pictures_CHW], "image/png"
         refs = {f"{noun}-{index}": job.store.put(file, kind) for index, file in enumerate(files)}

@@ -29,6 +29,7 @@ __all__ = [
     "find_collisions",
     "read_settings",
     "safe_stem",
+    "write_mp4",
     "write_png",
 ]
 
@@ -46,6 +47,8 @@ class Settings:
         num_inference_steps: Steps that ran.
         strength: Share of the noise over the picture that it starts from; None where it starts
             from noise alone.
+        num_frames, frame_rate: Of a video, frames a second; None for a picture.
+        other_scales: What other guiders than the first one were set to, by option.
         steps_requested: Steps that were asked for, if other than those that ran.
         model_hashes: Full fingerprint of each component, 64 hex digits.
         adapters: Weight of each adapter, by name.
@@ -64,6 +67,9 @@ class Settings:
     scheduler: str
     height: int
     width: int
+    num_frames: int | None = None
+    frame_rate: float | None = None
+    other_scales: Mapping[str, float] = field(default_factory=dict)
     model: str
     model_hashes: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, float] = field(default_factory=dict)
@@ -149,21 +155,61 @@ def write_png(
         RequestError: The name cannot be used, or a subfolder is a link.
         ArtifactError: `png` is no PNG file, or it cannot be written.
     """
-    relative = check_name(name) if name is not None else PurePosixPath(safe_stem(prompt, seed))
-    stem = relative.name[:-4] if name is not None else relative.name
     if settings is not None:
         texts = {"parameters": settings.as_parameters(), KEYWORD: settings.as_json()}
         png = with_texts(png, texts)
+    return _write(png, ".png", folder, prompt, seed, name, overwrite=overwrite)
+
+
+def write_mp4(
+    mp4: bytes,
+    folder: str | Path,
+    *,
+    prompt: str = "",
+    seed: int | None = None,
+    name: str | None = None,
+    settings: Settings | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a video as `write_png` writes a picture; its settings are JSON in its comment.
+
+    Raises:
+        RequestError: The name cannot be used, or a subfolder is a link.
+        ArtifactError: `mp4` is no MP4 file, or it cannot be written.
+    """
+    if settings is not None:
+        from stages.mp4 import with_texts as with_comment
+
+        mp4 = with_comment(mp4, {"comment": settings.as_json()})
+    return _write(mp4, ".mp4", folder, prompt, seed, name, overwrite=overwrite)
+
+
+def _write(
+    content: bytes,
+    extension: str,
+    folder: str | Path,
+    prompt: str,
+    seed: int | None,
+    name: str | None,
+    *,
+    overwrite: bool,
+) -> Path:
+    if name is not None:
+        relative = check_name(name, extension)
+        stem = relative.name[: -len(extension)]
+    else:
+        relative = PurePosixPath(safe_stem(prompt, seed))
+        stem = relative.name
     top = Path(folder).expanduser().absolute()
     place = top.joinpath(*relative.parts[:-1])
     with _open_folder(top, relative.parts[:-1]) as folder_fd:
         temp = temp_name(".picture")
-        with new_file(place / temp, len(png), folder_fd=folder_fd) as stream:
-            stream.write(png)
+        with new_file(place / temp, len(content), folder_fd=folder_fd) as stream:
+            stream.write(content)
         try:
-            return place / _publish(temp, stem, folder_fd, overwrite=overwrite)
+            return place / _publish(temp, stem, extension, folder_fd, overwrite=overwrite)
         except OSError as error:
-            raise_write_error(error, place, len(png))
+            raise_write_error(error, place, len(content))
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temp, dir_fd=folder_fd)
@@ -204,15 +250,15 @@ def _open_folder(top: Path, subfolders: tuple[str, ...]) -> Iterator[int]:
         os.close(fd)
 
 
-def _publish(temp: str, stem: str, folder_fd: int, *, overwrite: bool) -> str:
+def _publish(temp: str, stem: str, extension: str, folder_fd: int, *, overwrite: bool) -> str:
     """Give a complete file its name, adding -2, -3 and so on where it is taken."""
     if overwrite:
-        name = f"{stem}.png"
+        name = f"{stem}{extension}"
         os.rename(temp, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         return name
     count = 1
     while True:
-        name = f"{stem}.png" if count == 1 else f"{stem}-{count}.png"
+        name = f"{stem}{extension}" if count == 1 else f"{stem}-{count}{extension}"
         try:
             _claim(temp, name, folder_fd)
         except FileExistsError:
@@ -236,15 +282,27 @@ def _claim(temp: str, name: str, folder_fd: int) -> None:
         os.rename(temp, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
+def _comment(path: Path) -> str | None:
+    from stages.mp4 import read_texts as read_metadata
+
+    try:
+        return read_metadata(path).get("comment")
+    except ArtifactError as error:
+        raise RequestError(str(error)) from error
+
+
 def read_settings(path: str | Path) -> Settings:
-    """The settings that a picture carries. They are data of whoever made the file: untrusted.
+    """The settings that a picture or a video carries. They are data of whoever made the file.
 
     Raises:
-        RequestError: The file is no PNG picture, carries no settings of ours, or settings of a
-            newer format; or its texts exceed the limits of `read_texts`.
+        RequestError: The file is no PNG picture or MP4 video, carries no settings of ours, or
+            settings of a newer format; or its texts exceed the limits of `read_texts`.
         OSError: The file cannot be read.
     """
-    text = read_texts(Path(path)).get(KEYWORD)
+    if str(path).casefold().endswith(".mp4"):
+        text = _comment(Path(path))
+    else:
+        text = read_texts(Path(path)).get(KEYWORD)
     if text is None:
         raise RequestError(f"picture carries no settings: {path}")
     try:

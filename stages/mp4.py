@@ -72,18 +72,21 @@ def encode_mp4(
     """A video of frames that are taken one at a time, so that they need not all be in memory.
 
     Args:
-        frames_HWC: RGB levels of shape `(H, W, 3)`, all of one even height and width.
+        frames_HWC: RGB levels of shape `(H, W, 3)`, all of one height and width. An odd edge gets
+            one more row or column like its last one, since H.264 halves the edges of its colours.
         frame_rate: Frames a second; kept as a fraction such as 24000/1001.
+        sound: Ends with the last frame: what is longer is cut, silence follows what is shorter.
 
     Raises:
-        ArtifactError: There is no frame, an edge is odd, or the sound has another form.
+        ArtifactError: There is no frame, or the sound has another form.
     """
     with _Writer() as writer, writer.open() as container:
         rate = Fraction(frame_rate).limit_denominator(1001)
         video: Any = container.add_stream("libx264", rate=rate)
         speech = None if sound is None else _SoundTrack(container, sound)
         num_frames = 0
-        for frame_HWC in frames_HWC:  # noqa: N806
+        for levels_HWC in frames_HWC:  # noqa: N806
+            frame_HWC = _even(levels_HWC)  # noqa: N806
             if num_frames == 0:
                 _begin(video, frame_HWC, rate)
             container.mux(video.encode(_frame(frame_HWC, num_frames)))
@@ -94,7 +97,7 @@ def encode_mp4(
             raise ArtifactError("a video without frames cannot be written; decode at least one")
         container.mux(video.encode(None))
         if speech is not None:
-            speech.finish()
+            speech.finish(num_frames / rate)
     return writer.content
 
 
@@ -120,13 +123,13 @@ class _Writer:
                 self.content = self._path.read_bytes()
 
 
+def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:  # noqa: N803
+    height, width = frame_HWC.shape[:2]
+    return np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
+
+
 def _begin(video: Any, frame_HWC: NDArray[np.uint8], rate: Fraction) -> None:  # noqa: N803
     height, width = frame_HWC.shape[:2]
-    if height % 2 or width % 2:
-        raise ArtifactError(
-            f"a video of {width} x {height} pixels cannot be written: H.264 in yuv420p takes even "
-            "edges; choose an even height and width"
-        )
     video.width, video.height, video.pix_fmt = width, height, "yuv420p"
     video.time_base = video.codec_context.time_base = 1 / rate
     # x264's macroblock tree gives other bits from run to run on CPUs with AVX-512.
@@ -166,29 +169,27 @@ class _SoundTrack:
     def write_until(self, time_s: Fraction) -> None:
         """Write whole chunks up to a time."""
         while self._position + _SOUND_CHUNK <= time_s * self._sound.sample_rate:
-            if not self._write_chunk():
-                return
+            self._write_chunk(_SOUND_CHUNK)
 
-    def finish(self) -> None:
-        """Write what is left."""
-        while self._write_chunk():
-            pass
+    def finish(self, end_s: Fraction) -> None:
+        """Write what is left until the end of the video."""
+        end = round(end_s * self._sound.sample_rate)
+        while self._position < end:
+            self._write_chunk(min(_SOUND_CHUNK, end - self._position))
         self._container.mux(self._stream.encode(None))
 
-    def _write_chunk(self) -> bool:
+    def _write_chunk(self, num_samples: int) -> None:
         import av
 
-        chunk = self._sound.samples[:, self._position : self._position + _SOUND_CHUNK]
-        if chunk.shape[1] == 0:
-            return False
+        chunk = self._sound.samples[:, self._position : self._position + num_samples]
+        chunk = np.pad(chunk, ((0, 0), (0, num_samples - chunk.shape[1])))  # silence
         samples = np.ascontiguousarray(chunk.clip(-1, 1), dtype=np.float32)
         frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=self._layout)
         frame.sample_rate = self._sound.sample_rate
         frame.time_base = Fraction(1, self._sound.sample_rate)
         frame.pts = self._position
         self._container.mux(self._stream.encode(frame))
-        self._position += chunk.shape[1]
-        return True
+        self._position += num_samples
 
 
 def with_texts(mp4: bytes, texts: Mapping[str, str]) -> bytes:

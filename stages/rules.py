@@ -41,6 +41,7 @@ __all__ = [
     "check_prompt",
     "check_prompts",
     "check_seed",
+    "check_share",
     "check_size",
     "check_steps",
     "check_strength",
@@ -106,6 +107,15 @@ def check_strength(strength: object) -> float:
             "strength is 0, which would leave the picture as it is; allowed are over 0 to 1"
         )
     return share
+
+
+def check_share(value: object, name: str) -> float:
+    """A number from 0 to 1.
+
+    Raises:
+        RequestError: It is none.
+    """
+    return _finite(value, name, 0.0, 1.0)
 
 
 def check_guidance(guidance_scale: object, name: str = "guidance_scale") -> float:

@@ -57,6 +57,25 @@ def vae_scale(vae: Mapping[str, Any]) -> int:
     )
 
 
+def temporal_multiple(vae: Mapping[str, Any]) -> int:
+    """Frames for each latent frame after the first one.
+
+    Raises:
+        ModelError: The configuration does not tell.
+    """
+    for name in ("temporal_compression_ratio", "scale_factor_temporal"):
+        if isinstance(vae.get(name), int):
+            return int(vae[name])
+    if isinstance(scaling := vae.get("spatio_temporal_scaling"), list):
+        return int(2 ** sum(map(bool, scaling)) * int(vae.get("patch_size_t") or 1))
+    if isinstance(downsample := vae.get("temperal_downsample"), list):
+        return int(2 ** sum(map(bool, downsample)))
+    raise ModelError(
+        f"configuration of {vae.get('_class_name', 'the VAE')} does not tell how it compresses "
+        "time: neither a compression ratio nor a list of scalings is in it"
+    )
+
+
 def trained_edge(vae: Mapping[str, Any], sized_by: Mapping[str, Any], edge: int) -> int:
     """Pixels along an edge that a model was trained at.
 
@@ -186,6 +205,24 @@ def size_like(
 
 def _rounded(pixels: float, multiple: int) -> int:
     return max(1, math.floor(pixels / multiple + 0.5)) * multiple
+
+
+def check_num_frames(num_frames: object, multiple: int) -> int:
+    """A number of frames that a VAE can hold: 1, and multiples of `multiple` after it.
+
+    Raises:
+        RequestError: With the two nearest valid numbers.
+    """
+    number = whole_number(num_frames, "num_frames")
+    if number >= 1 and (number - 1) % multiple == 0:
+        return number
+    nearest = "1"
+    if number > 1:
+        below = (number - 1) // multiple * multiple + 1
+        nearest = f"{below} or {below + multiple}"
+    raise RequestError(
+        f"num_frames is {number}, but this model's videos have {multiple}k+1 frames, use {nearest}"
+    )
 
 
 def _nearest(value: int, multiple: int) -> str:

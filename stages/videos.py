@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,11 @@ FRAME_RATE = "frame_rate"
 
 
 def encode_videos(
-    family: Family, pipe: Any, values: dict[str, Any], frame_rate: float
+    family: Family,
+    pipe: Any,
+    values: dict[str, Any],
+    frame_rate: float,
+    warn: Callable[[str], None],
 ) -> list[bytes]:
     """An MP4 of each video that a decode phase made, with its sound if it has any.
 
@@ -29,20 +33,21 @@ def encode_videos(
         pipe: The pipeline, which knows the sound's sample rate.
         values: The family's products: videos of shape `(B, F, 3, H, W)` in [0, 1], and sound of
             shape `(B, channels, samples)` in [-1, 1].
+        warn: Tells the user.
 
     Raises:
         ModelError: The model does not tell the sound's sample rate.
     """
     videos_BFCHW = values[family.output]  # noqa: N806 - its shape
-    sounds = (
-        [sound_of(family, pipe, waveform) for waveform in values[family.sound]]
-        if (family.sound)
-        else [None] * len(videos_BFCHW)
-    )
-    return [
-        encode_mp4(frames(video), frame_rate, sound)
-        for video, sound in zip(videos_BFCHW, sounds, strict=True)
-    ]
+    sounds: list[Sound | None] = [None] * len(videos_BFCHW)
+    if family.sound:
+        sounds = [sound_of(family, pipe, waveform) for waveform in values[family.sound]]
+    files = []
+    for n, (video, sound) in enumerate(zip(videos_BFCHW, sounds, strict=True)):
+        if sound and (text := length_sentence(f"video-{n}", len(video), frame_rate, sound)):
+            warn(text)
+        files.append(encode_mp4(frames(video), frame_rate, sound))
+    return files
 
 
 def frames(video_FCHW: torch.Tensor) -> Iterator[NDArray[np.uint8]]:  # noqa: N803 - its shape
@@ -70,6 +75,15 @@ def sound_of(family: Family, pipe: Any, waveform: torch.Tensor) -> Sound:
             f"{entry} is {rate!r}; fetch the model again"
         )
     return Sound(samples=waveform.float().cpu().numpy(), sample_rate=rate)
+
+
+def length_sentence(name: str, num_frames: int, frame_rate: float, sound: Sound) -> str | None:
+    """A warning about sound that ends a frame or more before or after its video; None if not."""
+    seconds, heard = num_frames / frame_rate, sound.samples.shape[1] / sound.sample_rate
+    if abs(heard - seconds) < 1 / frame_rate:
+        return None
+    what = "the rest is cut" if heard > seconds else "silence follows"
+    return f"{name} lasts {seconds:.3g} s, its sound {heard:.3g} s; {what}"
 
 
 def glance(video_FCHW: torch.Tensor) -> torch.Tensor:  # noqa: N803 - its shape

@@ -1,0 +1,112 @@
+"""HunyuanVideo 1.5 as a flow: Qwen2.5-VL, ByT5 for texts in quotes, a transformer, a VAE."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_video import (
+    VideoJob,
+    check_video_job,
+    decode_videos,
+    denoise_videos,
+    documented,
+    save_videos,
+)
+from flows.videos import Video
+from stages.contracts import OffloadPreset
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 6.0
+SIZE, NUM_FRAMES, FRAME_RATE = (480, 848), 121, 24.0
+
+
+@flow(name="hunyuan-video", flow_run_name=run_name("hunyuan-video"), persist_result=False)
+@documented
+def hunyuan_video(
+    prompt: str | list[str],
+    model: str,
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    frame_rate: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "videos",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Video]:
+    """Make videos of prompts with a HunyuanVideo 1.5 model.
+
+    Args:
+        prompt: What to show; several prompts make several videos. Texts in double quotes are shown
+            as texts.
+        height: Pixels, by default 480.
+        width: Pixels, by default 848.
+        num_frames: Frames of a video, 4k+1; by default 121.
+        frame_rate: Frames a second, by default 24.
+        num_inference_steps: Denoising steps; by default 50.
+        guidance_scale: Weight of the prompt against the negative prompt, by default 6; 1 or less is
+            off.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_videos=num_videos,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        frame_rate=frame_rate,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=short(text),
+                prompt=text,
+                negative_prompt=job.negative_prompt if job.is_guided else None,
+                do_classifier_free_guidance=job.is_guided,
+            )
+            for text in job.prompts
+        ]
+
+    latents = denoise_videos(run, job, embeds)
+    files = decode_videos(run, job, latents, vae_tiling=vae_tiling)
+    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+
+
+def check(*, model: str, **others: Any) -> VideoJob:
+    """Check every argument."""
+    return check_video_job(
+        "hunyuan-video",
+        open_for("hunyuan-video", model),
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        default_size=SIZE,
+        default_frames=NUM_FRAMES,
+        default_rate=FRAME_RATE,
+        **others,
+    )

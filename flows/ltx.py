@@ -1,0 +1,133 @@
+"""LTX Video as a flow: a T5 text encoder, a transformer, a VAE with a last step of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_video import (
+    VideoJob,
+    check_video_job,
+    decode_videos,
+    denoise_videos,
+    documented,
+    save_videos,
+)
+from flows.videos import Video
+from stages import rules
+from stages.contracts import OffloadPreset
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 3.0
+SIZE, NUM_FRAMES, FRAME_RATE = (512, 704), 161, 25.0
+MAX_SEQUENCE_LENGTH = 128
+DECODE_TIMESTEP, DECODE_NOISE_SCALE = 0.05, 0.025
+
+
+@flow(name="ltx", flow_run_name=run_name("ltx"), persist_result=False)
+@documented
+def ltx(
+    prompt: str | list[str],
+    model: str,
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    frame_rate: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    decode_timestep: float = DECODE_TIMESTEP,
+    decode_noise_scale: float = DECODE_NOISE_SCALE,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "videos",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Video]:
+    """Make videos of prompts with an LTX Video model.
+
+    Args:
+        height: Pixels, by default 512.
+        width: Pixels, by default 704.
+        num_frames: Frames of a video, 8k+1; by default 161.
+        frame_rate: Frames a second, by default 25; the model is told.
+        num_inference_steps: Denoising steps; by default 50.
+        guidance_scale: Weight of the prompt against the negative prompt, by default 3; 1 or less is
+            off.
+        decode_timestep: Where the VAE's own last step begins, 0 to 1; VAEs before 0.9.1 have none.
+        decode_noise_scale: Share of noise that is mixed in before that step, 0 to 1.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_videos=num_videos,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        frame_rate=frame_rate,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        decode_timestep=decode_timestep,
+        decode_noise_scale=decode_noise_scale,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=short(text),
+                prompt=text,
+                negative_prompt=job.negative_prompt if job.is_guided else None,
+                do_classifier_free_guidance=job.is_guided,
+                max_sequence_length=job.max_sequence_length,
+            )
+            for text in job.prompts
+        ]
+
+    latents = denoise_videos(run, job, embeds)
+    files = decode_videos(
+        run,
+        job,
+        latents,
+        vae_tiling=vae_tiling,
+        decode_timestep=decode_timestep,
+        decode_noise_scale=decode_noise_scale,
+    )
+    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+
+
+def check(
+    *, model: str, decode_timestep: float, decode_noise_scale: float, **others: Any
+) -> VideoJob:
+    """Check every argument."""
+    rules.check_share(decode_timestep, "decode_timestep")
+    rules.check_share(decode_noise_scale, "decode_noise_scale")
+    return check_video_job(
+        "ltx",
+        open_for("ltx", model),
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        default_size=SIZE,
+        default_frames=NUM_FRAMES,
+        default_rate=FRAME_RATE,
+        **others,
+    )

@@ -1,0 +1,230 @@
+"""What every flow to videos does: its checks, its run, its phases after encode.
+
+A video shares with a picture all but its length: see `flows.text_to_image` for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ParamSpec, TypeVar
+
+from flows import text_to_image
+from flows.from_pictures import Start
+from flows.run import Run
+from flows.text_to_image import ARGUMENTS, Job, check_job
+from flows.videos import Video, list_videos, save_video
+from stages import rules
+from stages.contracts import StageResult
+from stages.models import ModelDirectory
+from stages.mp4 import check_frame_rate
+from stages.size_rules import check_num_frames, temporal_multiple
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TASK = "text-to-video"
+
+BYTES_PER_PIXEL = 24
+"""A decoded video as float32, and the same once more while it is finished."""
+
+VIDEO_ARGUMENTS = ARGUMENTS | {
+    "prompt": "What to show; several prompts make several videos.",
+    "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th video of a prompt takes seed + n.",
+    "num_videos": "Videos per prompt.",
+    "height": "Pixels.",
+    "width": "Pixels.",
+    "num_frames": "Frames of a video; 1 and a multiple of what the VAE packs into one.",
+    "frame_rate": "Frames a second.",
+    "output": "Folder for the videos.",
+    "embed_settings": "Write the settings into each video.",
+}
+"""The arguments that mean the same in every family of videos."""
+
+
+def documented(function: Callable[P, R]) -> Callable[P, R]:
+    """Complete a flow's docstring by the arguments that it leaves to `VIDEO_ARGUMENTS`."""
+    return text_to_image.documented(function, VIDEO_ARGUMENTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoJob(Job):
+    """The arguments of one run, checked, with every default filled in.
+
+    Attributes:
+        frame_rate: Frames a second.
+        other_scales: What the guiders besides the first one are set to, by option.
+    """
+
+    num_frames: int
+    frame_rate: float
+    other_scales: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What each guider is set to, by option."""
+        return {"guidance_scale": self.guidance_scale or 0.0, **self.other_scales}
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether any guider asks the denoiser a second time, without the prompt."""
+        return max(self.scales.values()) > 1
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """What the pipelines call the size of a video, in space and time."""
+        return {
+            "height": self.height,
+            "width": self.width,
+            "num_frames": self.num_frames,
+            "frame_rate": self.frame_rate,
+        }
+
+
+def check_video_job(
+    family: str,
+    opened: ModelDirectory,
+    *,
+    default_size: tuple[int, int],
+    default_frames: int,
+    default_rate: float,
+    num_videos: int = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    frame_rate: float | None = None,
+    other_scales: Mapping[str, float] | None = None,
+    output: str = "videos",
+    **others: Any,
+) -> VideoJob:
+    """Check every argument, against the model's own configuration where it decides.
+
+    Args:
+        default_size: Height and width where the caller names none.
+        default_frames: The same for the length; the nearest that this model's VAE can hold.
+        others: As for `check_job`.
+
+    Raises:
+        RequestError: An argument cannot be used; the message says what can.
+
+    Loads no model and starts no process.
+    """
+    vae = opened.components["vae"].config()
+    multiple = temporal_multiple(vae)
+    if num_frames is None:
+        num_frames = max(default_frames - 1, 0) // multiple * multiple + 1
+    num_frames = check_num_frames(num_frames, multiple)
+    job = check_job(
+        family,
+        opened,
+        num_images=num_videos,
+        height=default_size[0] if height is None else height,
+        width=default_size[1] if width is None else width,
+        start=Start(task=TASK),
+        output=output,
+        **others,
+    )
+    rules.check_size(
+        job.height, job.width, 1, num_frames=num_frames, bytes_per_pixel=BYTES_PER_PIXEL
+    )
+    return VideoJob(
+        **{each.name: getattr(job, each.name) for each in fields(job)},
+        num_frames=num_frames,
+        frame_rate=check_frame_rate(default_rate if frame_rate is None else frame_rate),
+        other_scales={
+            name: rules.check_guidance(scale, name) for name, scale in (other_scales or {}).items()
+        },
+    )
+
+
+def taken(run: Run, stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that a phase's blocks take."""
+    names = run.manifest.phases[stage].options
+    return {name: value for name, value in options.items() if name in names}
+
+
+def denoise_videos(
+    run: Run, job: VideoJob, embeds: Sequence[StageResult], **options: Any
+) -> list[StageResult]:
+    """The denoise phase: latents of every video.
+
+    Args:
+        embeds: One per prompt.
+        options: What only this family's pipeline takes.
+    """
+    sized = taken(run, "denoise", job.lengths)
+    with run.phase("denoise", len(job.pictures)) as denoise:
+        return [
+            denoise(
+                embeds[n],
+                label=job.label(n, seed),
+                seed=seed,
+                num_inference_steps=job.num_inference_steps,
+                **sized,
+                **job.scales,
+                **options,
+            )
+            for n, seed in job.pictures
+        ]
+
+
+def decode_videos(
+    run: Run, job: VideoJob, latents: Sequence[StageResult], *, vae_tiling: str, **options: Any
+) -> list[StageResult]:
+    """The decode phase: the file of every video.
+
+    Args:
+        latents: One per video.
+        options: What only this family's pipeline takes.
+    """
+    sized = taken(run, "decode", job.lengths) | {"frame_rate": job.frame_rate}
+    with run.phase("decode", len(job.pictures)) as decode:
+        return [
+            decode(
+                latents[k],
+                label=job.label(n, seed),
+                tiling=True if vae_tiling == "on" else None,
+                **sized,
+                **options,
+            )
+            for k, (n, seed) in enumerate(job.pictures)
+        ]
+
+
+def save_videos(
+    run: Run,
+    job: VideoJob,
+    embeds: Sequence[StageResult],
+    latents: Sequence[StageResult],
+    files: Sequence[StageResult],
+    *,
+    embed_settings: bool,
+) -> list[Video]:
+    """Save what a run has made, and list it on the run's page.
+
+    Args:
+        embeds: One per prompt.
+        latents, files: One per video.
+    """
+    videos = [
+        save_video(
+            run,
+            file,
+            folder=job.folder,
+            embed_settings=embed_settings,
+            prompt=job.prompts[n],
+            negative_prompt=(job.negative_prompt or "") if job.is_guided else "",
+            seed=seed,
+            num_inference_steps=job.num_inference_steps,
+            guidance_scale=job.scales["guidance_scale"],
+            other_scales=job.other_scales,
+            height=job.height,
+            width=job.width,
+            num_frames=job.num_frames,
+            frame_rate=job.frame_rate,
+            stages={"encode": embeds[n], "denoise": latents[k], "decode": file},
+        )
+        for k, ((n, seed), file) in enumerate(zip(job.pictures, files, strict=True))
+    ]
+    list_videos(videos)
+    return videos

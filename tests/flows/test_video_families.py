@@ -1,0 +1,200 @@
+"""Each video family's flow from the command line's arguments to an MP4, in real processes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli import FAMILIES
+from flows.cli_arguments import argument_texts
+from stages.errors import ModelError, RequestError
+from stages.media import read_settings
+from tests.support import tiny_videos
+from tests.support.video_cases import NUM_FRAMES, PROMPT, VIDEO_CASES, VideoCase
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+NAMES = sorted(VIDEO_CASES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launcher() -> Iterator[Any]:
+    """One fork server for the module, which serves every family."""
+    from flows.launch import shared_launcher
+
+    shared_launcher.cache_clear()
+    made = shared_launcher("forkserver")
+    for name in NAMES:
+        made.expect(name)
+    process = made.start("inspect", logging.getLogger("test"), lambda: False)
+    process.release()  # the fork server is there from here on, before any test looks
+    yield made
+    made.close()
+    shared_launcher.cache_clear()
+
+
+def flow_module(name: str) -> Any:
+    return importlib.import_module(FAMILIES[VIDEO_CASES[name].command or name][0])
+
+
+def flow_of(name: str) -> Any:
+    module = flow_module(name)
+    return getattr(module, module.__name__.rpartition(".")[2])
+
+
+def arguments(case: VideoCase, model_dir: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """The job of a case as the flow's arguments."""
+    found: dict[str, Any] = {"prompt": PROMPT, "model": str(model_dir), "seed": 7}
+    found |= {name: value for options in case.options.values() for name, value in options.items()}
+    found |= {option: case.scales[guider] for guider, option in case.family.guidance.items()}
+    found |= {"frame_rate": case.frame_rate, "device": "cpu", "output": str(output)}
+    return found | changes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flow_makes_the_video_of_the_one_process_run_and_finds_it_again(
+    name: str, tiny: Any, home: Path, tmp_path: Path, launcher: Any
+) -> None:
+    import torch
+
+    from stages.components import bind
+    from stages.mp4 import encode_mp4, with_texts
+    from stages.phases import split
+    from stages.videos import frames, sound_of
+    from tests.support.whole_run import run_whole
+
+    case = VIDEO_CASES[name]
+    before = Counter(launcher.num_processes_started)
+    (made,) = flow_of(name)(**arguments(case, tiny(case), tmp_path))
+    started = Counter(launcher.num_processes_started) - before
+    assert started == {"inspect": 1, "encode": 1, "denoise": 1, "decode": 1}
+    every = {key: value for options in case.options.values() for key, value in options.items()}
+    whole = run_whole(
+        case.family,
+        tiny(case),
+        {**every, "output_type": "pt"},
+        seed=7,
+        dtype=torch.float32,
+        guidance=case.scales,
+        output=list(case.family.products),
+    )
+    sound = None
+    if case.family.sound:
+        graph = split(case.family, "text-to-video")
+        pipe = bind(graph, "decode", tiny(case), dtype=torch.float32, device="cpu")
+        sound = sound_of(case.family, pipe, whole[case.family.sound][0])
+    expected = encode_mp4(frames(whole["videos"][0]), case.frame_rate, sound)
+    settings = read_settings(made.path)
+    comment = {"comment": settings.as_json()}
+    assert Path(made.path).read_bytes() == with_texts(expected, comment)
+    assert (settings.prompt, settings.seed, settings.family) == (PROMPT, 7, name)
+    assert (settings.num_frames, settings.frame_rate) == (NUM_FRAMES, case.frame_rate)
+
+    before = Counter(launcher.num_processes_started)
+    (again,) = flow_of(name)(**arguments(case, tiny(case), tmp_path, embed_settings=False))
+    assert Counter(launcher.num_processes_started) == before
+    assert Path(again.path).read_bytes() == expected
+    assert again.path == made.path.replace(".mp4", "-2.mp4")
+
+
+def test_seeds_and_prompts_together_equal_each_one_apart(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    flow, case = flow_of("wan"), VIDEO_CASES["wan"]
+    both = {"prompt": [PROMPT, "a robot"], "num_videos": 2}
+    together = flow(**arguments(case, tiny(case), tmp_path / "together", **both))
+    apart = [
+        flow(
+            **arguments(case, tiny(case), tmp_path / "apart", prompt=prompt, seed=seed, fresh=True)
+        )[0]
+        for prompt in both["prompt"]
+        for seed in (7, 8)
+    ]
+    assert [each.digest for each in together] == [each.digest for each in apart]
+    assert len({each.digest for each in together}) == 4
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"height": 101}, r"height 101 is not a multiple of \d+ pixels, use \d+ or \d+"),
+    ({"num_frames": 10}, r"num_frames is 10, but .* [248]k\+1 frames, use 9 or 1[1-7]"),
+    ({"num_frames": 0}, "num_frames is 0, but .*, use 1"),
+    ({"num_frames": 8.5}, "num_frames is 8.5 "),
+    ({"frame_rate": 0}, "frame_rate is 0 frames a second"),
+    ({"frame_rate": 1000}, "frame_rate is 1000 frames a second, .* up to 240"),
+    ({"num_frames": 10**8 + 1}, r"100000001 frames needs about .* choose a smaller size"),
+    ({"num_inference_steps": 0}, "0 denoising steps"),
+    ({"guidance_scale": -1.0}, "guidance_scale is -1"),
+    ({"seed": -2}, "seed is -2"),
+    ({"prompt": "a\0b"}, "NUL"),
+    ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+    ({"model": "miniature"}, "is a ZImagePipeline, but .* takes .*; it is one of z-image"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("bad", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_bad_arguments_are_named_before_any_process_starts(
+    name: str,
+    bad: dict[str, Any],
+    message: str,
+    tiny: Any,
+    home: Path,
+    tmp_path: Path,
+    launcher: Any,
+) -> None:
+    case, before = VIDEO_CASES[name], Counter(launcher.num_processes_started)
+    given = arguments(case, tiny(case), tmp_path / "videos")
+    for argument in ("on_truncate", "embed_settings", "fresh", "vae_tiling"):
+        given.pop(argument, None)
+    with pytest.raises((RequestError, ModelError), match=message):
+        flow_module(name).check(**given | bad)
+    assert Counter(launcher.num_processes_started) == before
+    assert not (tmp_path / "videos").exists() or not any((tmp_path / "videos").iterdir())
+
+
+def test_settings_of_one_wan_are_refused_for_the_other(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    from flows.wan import check
+
+    case = VIDEO_CASES["wan"]
+    with pytest.raises(RequestError, match=r"guidance_scale_2 belongs to .* Wan 2\.2"):
+        check(model=str(tiny(case)), prompt="a fox", guidance_scale_2=3.0)
+    model, output = str(tiny(VIDEO_CASES["wan22"])), str(tmp_path)
+    job = check(model=model, prompt="a fox", output=output)
+    assert job.scales == {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    assert (job.height, job.width, job.num_frames, job.frame_rate) == (480, 832, 81, 16.0)
+
+
+def test_a_wan_whose_vae_the_pipeline_would_misread_is_refused(home: Path, tmp_path: Path) -> None:
+    from flows.wan import check
+
+    model = tiny_videos.wan(tmp_path / "model")
+    path = model / "vae" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scale_factor_spatial": 16}))
+    with pytest.raises(ModelError, match=r"has scale 16, .* takes it for 8"):
+        check(model=str(model), prompt="a fox")
+
+
+def test_the_last_step_of_an_ltx_decoder_is_checked(tiny: Any, home: Path) -> None:
+    from flows.ltx import check
+
+    rest = {"model": str(tiny(VIDEO_CASES["ltx"])), "prompt": "a fox"}
+    with pytest.raises(RequestError, match=r"decode_timestep is 1\.5, allowed are 0 to 1"):
+        check(decode_timestep=1.5, decode_noise_scale=0.0, **rest)
+    with pytest.raises(RequestError, match="decode_noise_scale"):
+        check(decode_timestep=0.5, decode_noise_scale=-1, **rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_says_what_each_argument_of_a_flow_means(name: str) -> None:
+    function = flow_of(name).fn
+    assert set(argument_texts(function)) == set(inspect.signature(function).parameters)
