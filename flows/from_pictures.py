@@ -41,6 +41,8 @@ class Start:
         media: Pictures by the pipeline's names of its arguments.
         size: Width and height of the first picture in pixels; None without one.
         strength: 0 to 1; None where the task takes none.
+        padding_mask_crop: Pixels about the mask that are painted with it, the rest being cut off
+            and laid around again; None paints the whole picture.
         warnings: What of the files is not used or not exact.
     """
 
@@ -48,7 +50,13 @@ class Start:
     media: Mapping[str, Any] = field(default_factory=dict)
     size: tuple[int, int] | None = None
     strength: float | None = None
+    padding_mask_crop: int | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_cropped(self) -> bool:
+        """Whether the part around the mask is painted alone."""
+        return self.padding_mask_crop is not None
 
 
 def check_start(
@@ -58,6 +66,7 @@ def check_start(
     mask_image: str | None,
     strength: float | None,
     allow_urls: bool,
+    padding_mask_crop: int | None = None,
 ) -> Start:
     """Read the pictures that a run starts from, and tell its task by them.
 
@@ -68,6 +77,10 @@ def check_start(
     sources = [] if image is None else [image] if isinstance(image, str) else image
     if image is not None and not 1 <= len(sources) <= REFERENCES_LIMIT:
         raise RequestError(f"image holds {len(sources)} pictures, allowed are 1 to 8")
+    if padding_mask_crop is not None:
+        rules.check_padding(padding_mask_crop)
+        if mask_image is None:
+            raise RequestError("padding_mask_crop belongs to a mask; give mask_image, too")
     task = _task(family, bool(sources), mask_image is not None, strength is not None)
     if not sources:
         return Start(task=task)
@@ -92,6 +105,7 @@ def check_start(
         media=media,
         size=read[0].pixels.size,
         strength=strength,
+        padding_mask_crop=padding_mask_crop,
         warnings=_warnings(read),
     )
 
@@ -165,7 +179,7 @@ def strength_warning(start: Start, family: Family, num_inference_steps: int) -> 
 
 def size_warning(start: Start, height: int, width: int, *, is_asked: bool) -> tuple[str, ...]:
     """What of a picture's form is lost at the size that is painted; nothing if nothing is."""
-    if start.size is None or start.task == EDIT:
+    if start.size is None or start.task == EDIT or start.is_cropped:
         return ()
     from_width, from_height = start.size
     size, painted = f"{from_width} x {from_height}", f"{width} x {height}"
@@ -202,8 +216,12 @@ def condition_pictures(
         return [() for _ in job.pictures]
     facts = run.manifest.phases["condition"]
     draws, reads_prompt = "condition" in job.family.drawing, bool(facts.inputs)
-    sizes = {"height": job.height, "width": job.width}
-    options = {name: value for name, value in sizes.items() if name in facts.options}
+    every = {
+        "height": job.height,
+        "width": job.width,
+        "padding_mask_crop": job.start.padding_mask_crop,
+    }
+    options = {name: value for name, value in every.items() if name in facts.options}
     pictures = given(run, job, "condition")
     keys = [(n if reads_prompt else 0, seed if draws else None) for n, seed in job.pictures]
     with run.phase("condition", len(set(keys))) as condition:
@@ -218,3 +236,11 @@ def condition_pictures(
             for n, seed in dict.fromkeys(keys)
         }
     return [(made[key],) for key in keys]
+
+
+def overlay(run: Run, job: Job) -> tuple[list[StageResult], dict[str, int]]:
+    """What decode takes besides latents: of a picture that is painted in part, the whole of it."""
+    padding = job.start.padding_mask_crop
+    if padding is None or "padding_mask_crop" not in run.manifest.phases["decode"].options:
+        return [], {}
+    return [given(run, job, "decode")], {"padding_mask_crop": padding}

@@ -22,8 +22,10 @@ from flows.text_to_image import (
     short,
 )
 from stages.contracts import OffloadPreset
+from stages.errors import RequestError
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 5.0
+INPAINTING_CHANNELS = 9  # latents, masked image and mask
 
 
 @flow(name="sdxl", flow_run_name=run_name("sdxl"), persist_result=False)
@@ -34,6 +36,7 @@ def sdxl(
     negative_prompt: str | None = None,
     image: str | None = None,
     mask_image: str | None = None,
+    padding_mask_crop: int | None = None,
     strength: float | None = None,
     seed: int | str = -1,
     num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
@@ -67,6 +70,7 @@ def sdxl(
         negative_prompt=negative_prompt,
         image=image,
         mask_image=mask_image,
+        padding_mask_crop=padding_mask_crop,
         strength=strength,
         seed=seed,
         num_images=num_images,
@@ -103,11 +107,18 @@ def sdxl(
 
 
 def check(*, model: str, **others: Any) -> Job:
-    """Check every argument."""
-    return check_job(
+    """Check every argument; a UNet that was made for inpainting takes the masked picture, too."""
+    opened = open_for("sdxl", model)
+    job = check_job(
         "sdxl",
-        open_for("sdxl", model),
+        opened,
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         **others,
     )
+    channels = opened.components["unet"].config().get("in_channels")
+    if channels == INPAINTING_CHANNELS and job.start.task != "inpaint":
+        raise RequestError(
+            f"{opened.directory.name} was made for inpainting; give image and mask_image"
+        )
+    return job

@@ -15,7 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 from prefect.runtime import flow_run
 
 from flows.cli_arguments import argument_texts
-from flows.from_pictures import Start, check_start, size_warning, strength_warning
+from flows.from_pictures import (
+    Start,
+    check_start,
+    overlay,
+    size_warning,
+    strength_warning,
+)
 from flows.model_settings import model_settings
 from flows.pictures import Picture, list_pictures, save_picture
 from flows.run import Run
@@ -40,6 +46,8 @@ ARGUMENTS = {
     "image": "A picture to start from: a path, or where EXEUNT_ALLOW_URLS=1 is set a web address.",
     "mask_image": "Where the picture is painted anew: a mask of its size, white is painted, black "
     "is kept; or the word alpha for its transparent part.",
+    "padding_mask_crop": "Paint only around the mask, enlarged: pixels to leave about it; the rest "
+    "of the picture stays as it is, and so does its size.",
     "strength": "How much of the picture is painted anew, over 0 to 1; by default 0.6, with a mask "
     "1.",
     "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th image of a prompt takes seed + n.",
@@ -168,6 +176,7 @@ def check_job(
     negative_prompt: str | None = None,
     image: str | list[str] | None = None,
     mask_image: str | None = None,
+    padding_mask_crop: int | None = None,
     strength: float | None = None,
     start: Start | None = None,
     fills: bool = False,
@@ -211,6 +220,7 @@ def check_job(
         declared,
         image=image,
         mask_image=mask_image,
+        padding_mask_crop=padding_mask_crop,
         strength=strength,
         allow_urls=settings.allow_urls,
     )
@@ -220,7 +230,12 @@ def check_job(
     if start.size is not None:
         rules.check_edges(height, width, multiple)
         height, width = rules.size_like(
-            start.size, multiple, trained_at, height=height, width=width, fills=fills
+            start.size,
+            multiple,
+            trained_at,
+            height=height,
+            width=width,
+            fills=fills or start.is_cropped,
         )
     height, width = rules.check_size(
         trained_at if height is None else height,
@@ -339,12 +354,15 @@ def decode_pictures(
     Args:
         latents: One per picture.
     """
+    inputs, options = overlay(run, job)
     with run.phase("decode", len(job.pictures)) as decode:
         return [
             decode(
                 latents[k],
+                *inputs,
                 label=job.label(n, seed),
                 tiling=True if vae_tiling == "on" else None,
+                **options,
             )
             for k, (n, seed) in enumerate(job.pictures)
         ]
@@ -368,6 +386,7 @@ def save_pictures(
         images: One per picture.
         conditions: As for `denoise_pictures`.
     """
+    width, height = (job.start.is_cropped and job.start.size) or (job.width, job.height)
     pictures = [
         save_picture(
             run,
@@ -379,8 +398,8 @@ def save_pictures(
             seed=seed,
             num_inference_steps=job.num_inference_steps,
             guidance_scale=1.0 if job.guidance_scale is None else job.guidance_scale,
-            height=job.height,
-            width=job.width,
+            height=height,
+            width=width,
             strength=job.start.strength,
             stages={
                 "encode": embeds[n],

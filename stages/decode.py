@@ -52,7 +52,8 @@ def run(
     pipe = loaded_pipe(job)
     for facts in job.facts.values():
         check_latents(pipe, facts, job.handed.values)
-    is_finished = request.task in job.family.finished
+    is_cropped = job.options.get("padding_mask_crop") is not None
+    is_finished = is_cropped or request.task in job.family.finished
     job.options["output_type"] = "pil" if is_finished else "pt"
     events.progress("running")
     tiles: dict[str, Any] = {}

@@ -38,6 +38,7 @@ __all__ = [
     "check_dtype",
     "check_edges",
     "check_guidance",
+    "check_padding",
     "check_prompt",
     "check_prompts",
     "check_seed",
@@ -116,6 +117,18 @@ def check_share(value: object, name: str) -> float:
         RequestError: It is none.
     """
     return _finite(value, name, 0.0, 1.0)
+
+
+def check_padding(padding_mask_crop: object) -> int:
+    """Pixels about a mask, 0 and more.
+
+    Raises:
+        RequestError: It is no whole number, or below 0.
+    """
+    padding = whole_number(padding_mask_crop, "padding_mask_crop")
+    if padding < 0:
+        raise RequestError(f"padding_mask_crop is {padding} pixels, allowed are 0 and more")
+    return padding
 
 
 def check_guidance(guidance_scale: object, name: str = "guidance_scale") -> float:

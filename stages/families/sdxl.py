@@ -5,8 +5,8 @@ from stages.families.family import IMAGE_TO_IMAGE, INPAINT, TEXT_TO_IMAGE, Famil
 FAMILY = Family(
     name="sdxl",
     pipeline="StableDiffusionXLModularPipeline",
-    models=("StableDiffusionXLPipeline",),
-    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE | INPAINT,
+    models=("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"),
+    tasks=TEXT_TO_IMAGE | IMAGE_TO_IMAGE | {"inpaint": (*INPAINT["inpaint"], "padding_mask_crop")},
     output="images",
     denoiser="unet",
     guidance={"guider": "guidance_scale"},

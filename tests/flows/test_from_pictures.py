@@ -159,6 +159,8 @@ def test_the_task_follows_from_what_is_given(tmp_path: Path) -> None:
     [
         ("sdxl", {"strength": 0.5}, "strength belongs to a picture; give image, too"),
         ("sdxl", {"mask_image": "m.png"}, "mask_image belongs to a picture; give image, too"),
+        ("sdxl", {"image": "a.png", "padding_mask_crop": 8}, "padding_mask_crop belongs to a mask"),
+        ("sdxl", {"mask_image": "m.png", "padding_mask_crop": -1}, "is -1 pixels, allowed are 0"),
         ("qwen-image-edit", {}, "qwen-image-edit edits a picture; give image"),
         ("sd3", {"image": "a.png", "mask_image": "m.png"}, "sd3 has no task inpaint; its tasks"),
         ("sdxl", {"image": "missing.png"}, r"image missing\.png does not exist"),
@@ -183,6 +185,21 @@ def test_arguments_that_do_not_fit_are_named(
     saved(mask(8), Path("small.png"))
     with pytest.raises(RequestError, match=message):
         start(family, **given)
+
+
+def test_a_model_for_inpainting_takes_a_mask(home: Path, tmp_path: Path) -> None:
+    from flows.sdxl import check
+    from tests.support import tiny_editors
+
+    model = str(tiny_editors.sdxl_inpaint(tmp_path / "repainter"))
+    given = {"prompt": "a fox", "model": model, "output": str(tmp_path), "device": "cpu"}
+    image, white = (
+        str(saved(one, tmp_path / n)) for one, n in ((picture(1), "a.png"), (mask(), "m.png"))
+    )
+    with pytest.raises(RequestError, match="repainter was made for inpainting; give image and"):
+        check(**given, image=image)
+    job = check(**given, image=image, mask_image=white, padding_mask_crop=4)
+    assert job.start.task == "inpaint"
 
 
 def checked(studio: Studio, tmp_path: Path, **arguments: Any) -> Any:

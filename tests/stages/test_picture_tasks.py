@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageResult
-from stages.errors import RequestError, StageFailed
+from stages.errors import BorderError, RequestError, StageFailed
 from stages.handover import unpack
 from stages.manifest import Manifest
 from stages.worker import handler_for
+from tests.support import tiny_editors
 from tests.support.chain import Heard, context, request, run_stage
 from tests.support.picture_tasks import TASKS, PictureTask, chain, picture
 from tests.support.whole_run import run_whole
@@ -63,7 +66,9 @@ def test_stages_through_artifacts_equal_the_unsplit_pipeline(
 def test_a_job_in_a_batch_has_the_bits_it_has_alone(task: PictureTask, where: StageContext) -> None:
     """One process does a batch's requests one by one; nothing of one is left in the next."""
     embeds = task.stage(where, "encode")
-    other = {**task.media, "image": picture(2)}
+    image = task.media["image"]
+    size = (image[0] if isinstance(image, list) else image).size
+    other = {**task.media, "image": picture(2, *size)}
     first = task.stage(where, "condition")
     second = task.stage(where, "condition", media=other)
     assert second != first
@@ -136,6 +141,46 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return all(_equal(*pair) for pair in zip(one, other, strict=True))
     return bool(one == other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_unet_made_for_inpainting_equals_the_unsplit_pipeline(tmp_path: Path, dtype: str) -> None:
+    """It takes the mask and the masked picture as channels beside the latents."""
+    task = TASKS["sdxl inpaint"]
+    where = context(tiny_editors.sdxl_inpaint(tmp_path / "model"), tmp_path)
+    _, image = chain(task, where, dtype=dtype)
+    expected = run_whole(
+        task.case.family,
+        Path(where.model_dir),
+        {**task.arguments, "output_type": "pil"},
+        seed=7,
+        dtype=getattr(torch, dtype),
+        guidance=task.case.guidance,
+    )[0]
+    assert np.array_equal(pixels(where, image), np.asarray(expected))
+
+
+def test_what_is_painted_in_part_keeps_the_rest_to_the_bit(tiny: Any, tmp_path: Path) -> None:
+    task = TASKS["sdxl inpaint cropped"]
+    where = context(tiny(task.case), tmp_path)
+    _, image = chain(task, where)
+    painted, given = pixels(where, image), np.asarray(task.media["image"])
+    kept = np.asarray(task.media["mask_image"]) == 0
+    assert painted.shape == given.shape
+    assert np.array_equal(painted[kept], given[kept])
+    assert not np.array_equal(painted[~kept], given[~kept])
+
+
+def test_pixels_that_are_laid_over_a_picture_are_checked_before(tiny: Any, tmp_path: Path) -> None:
+    """A finished picture of NaN would be black, and nobody could tell."""
+    task = TASKS["sdxl inpaint cropped"]
+    model_dir = Path(shutil.copytree(tiny(task.case), tmp_path / "model"))
+    path = model_dir / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["decoder.conv_out.bias"].fill_(float("nan"))
+    save_file(tensors, path)
+    with pytest.raises(BorderError, match=r"decode: sample .* has .* NaN"):
+        chain(task, context(model_dir, tmp_path))
 
 
 def test_a_condition_without_a_picture_is_an_error(task: PictureTask, where: StageContext) -> None:

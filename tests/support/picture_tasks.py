@@ -45,10 +45,12 @@ class PictureTask:
         options: The pipeline's own arguments that only this task takes.
         draws: Whether the picture is encoded under a seed.
         shares_text: Whether an encoded prompt serves every picture.
+        variant: Tells two jobs of one task apart.
     """
 
     case: Case
     name: str
+    variant: str = ""
     media: dict[str, Any] = field(default_factory=lambda: {"image": picture(1)})
     options: dict[str, Any] = field(default_factory=lambda: dict(STARTING))
     draws: bool = True
@@ -56,7 +58,7 @@ class PictureTask:
 
     @property
     def id(self) -> str:
-        return f"{self.case.name} {self.name}"
+        return f"{self.case.name} {self.name} {self.variant}".rstrip()
 
     @property
     def graph(self) -> Graph:
@@ -97,6 +99,11 @@ class PictureTask:
         return request(name, options, pictures, *inputs, **changes)
 
 
+CROPPED: dict[str, Any] = {
+    "variant": "cropped",
+    "media": {"image": picture(1, 128, 128), "mask_image": mask(128)},
+    "options": {**STARTING, "padding_mask_crop": 8},
+}
 MASKED: dict[str, Any] = {"image": picture(1), "mask_image": mask()}
 EDITOR = replace(
     CASES["qwen-image"],
@@ -134,6 +141,8 @@ TASKS = {
             options=STARTING,
             draws=False,
         ),
+        PictureTask(case=CASES["sdxl"], name="inpaint", **CROPPED),
+        PictureTask(case=CASES["qwen-image"], name="inpaint", draws=False, **CROPPED),
         PictureTask(case=EDITOR, name="edit", options={}, draws=False, shares_text=False),
         PictureTask(
             case=EDITOR_PLUS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import diffusers
 import torch
 import transformers
 
@@ -17,6 +18,16 @@ def flux_kontext(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     """Write a FLUX.1 Kontext model of 0.8 MB: its parts are those of FLUX.1."""
     tiny_models.flux(directory, seed=seed, dtype=dtype)
     return _renamed(directory, "FluxKontextPipeline")
+
+
+def sdxl_inpaint(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write an SDXL model whose UNet takes mask and masked picture beside the latents."""
+    tiny_models.sdxl(directory, seed=seed, dtype=dtype)
+    torch.manual_seed(seed)
+    kind = diffusers.UNet2DConditionModel
+    unet = kind.from_config({**kind.load_config(directory / "unet"), "in_channels": 9})
+    unet.eval().to(dtype).save_pretrained(directory / "unet")
+    return _renamed(directory, "StableDiffusionXLInpaintPipeline")
 
 
 def qwen_image_edit(
