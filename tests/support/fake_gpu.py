@@ -19,7 +19,8 @@ from stages.worker import HANDLERS as REAL
 from stages.worker import Events
 
 HANDLERS = REAL | {
-    stage: f"tests.support.fake_gpu:{stage}" for stage in ("encode", "denoise", "decode")
+    stage: f"tests.support.fake_gpu:{stage}"
+    for stage in ("encode", "condition", "denoise", "decode")
 }
 PAGE = 4 << 10  # small, so that small models do not fit small budgets
 
@@ -51,6 +52,12 @@ def encode(*asked: Any) -> tuple[StageResult, dict[str, Any]]:
     from stages import encode
 
     return _run(encode.run, *asked)
+
+
+def condition(*asked: Any) -> tuple[StageResult, dict[str, Any]]:
+    from stages import condition
+
+    return _run(condition.run, *asked)
 
 
 def denoise(*asked: Any) -> tuple[StageResult, dict[str, Any]]:
