@@ -7,13 +7,15 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.from_frames import condition_videos
+from flows.text_to_image import begin, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
     decode_videos,
     denoise_videos,
     documented,
+    open_for_one_of,
     save_videos,
 )
 from flows.videos import Video
@@ -29,6 +31,7 @@ def hunyuan_video(
     prompt: str | list[str],
     model: str,
     negative_prompt: str = "",
+    image: str | None = None,
     seed: int | str = -1,
     num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -48,7 +51,7 @@ def hunyuan_video(
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
 ) -> list[Video]:
-    """Make videos of prompts with a HunyuanVideo 1.5 model.
+    """Make videos of prompts, or of a picture and prompts, with a HunyuanVideo 1.5 model.
 
     Args:
         prompt: What to show; several prompts make several videos. Texts in double quotes are shown
@@ -65,6 +68,7 @@ def hunyuan_video(
         prompt=prompt,
         model=model,
         negative_prompt=negative_prompt,
+        image=image,
         seed=seed,
         num_videos=num_videos,
         height=height,
@@ -93,16 +97,18 @@ def hunyuan_video(
             for text in job.prompts
         ]
 
-    latents = denoise_videos(run, job, embeds)
+    conditions = condition_videos(run, job, embeds)
+    latents = denoise_videos(run, job, embeds, conditions)
     files = decode_videos(run, job, latents, vae_tiling=vae_tiling)
-    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+    return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
 def check(*, model: str, **others: Any) -> VideoJob:
-    """Check every argument."""
+    """Check every argument; the model's index says whether it starts from pictures."""
+    family, opened = open_for_one_of(("hunyuan-video", "hunyuan-video-i2v"), model)
     return check_video_job(
-        "hunyuan-video",
-        open_for("hunyuan-video", model),
+        family,
+        opened,
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         default_size=SIZE,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
+from flows.from_frames import condition_videos
 from flows.text_to_image import begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
@@ -32,6 +33,7 @@ def ltx(
     prompt: str | list[str],
     model: str,
     negative_prompt: str = "",
+    image: str | None = None,
     seed: int | str = -1,
     num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -54,7 +56,7 @@ def ltx(
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
 ) -> list[Video]:
-    """Make videos of prompts with an LTX Video model.
+    """Make videos of prompts, or of a picture and prompts, with an LTX Video model.
 
     Args:
         height: Pixels, by default 512.
@@ -71,6 +73,7 @@ def ltx(
         prompt=prompt,
         model=model,
         negative_prompt=negative_prompt,
+        image=image,
         seed=seed,
         num_videos=num_videos,
         height=height,
@@ -103,7 +106,8 @@ def ltx(
             for text in job.prompts
         ]
 
-    latents = denoise_videos(run, job, embeds)
+    conditions = condition_videos(run, job, embeds)
+    latents = denoise_videos(run, job, embeds, conditions)
     files = decode_videos(
         run,
         job,
@@ -112,7 +116,7 @@ def ltx(
         decode_timestep=decode_timestep,
         decode_noise_scale=decode_noise_scale,
     )
-    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+    return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
 def check(

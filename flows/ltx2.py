@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
+from flows.from_frames import condition_videos
 from flows.text_to_image import begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
@@ -17,11 +18,15 @@ from flows.text_to_video import (
     save_videos,
 )
 from flows.videos import Video
+from stages import size_rules as rules
 from stages.contracts import OffloadPreset
+from stages.errors import RequestError
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE, DEFAULT_AUDIO_GUIDANCE = 30, 3.0, 7.0
 SIZE, NUM_FRAMES, FRAME_RATE = (512, 704), 121, 24.0
 MAX_SEQUENCE_LENGTH = 1024
+MAX_CRF = 51  # of H.264
+IMAGE_CRF = 33  # of the videos that LTX-2.0 to 2.3 were trained on
 
 
 @flow(name="ltx2", flow_run_name=run_name("ltx2"), persist_result=False)
@@ -30,6 +35,7 @@ def ltx2(
     prompt: str | list[str],
     model: str,
     negative_prompt: str = "",
+    image: str | None = None,
     seed: int | str = -1,
     num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -39,6 +45,7 @@ def ltx2(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     audio_guidance_scale: float = DEFAULT_AUDIO_GUIDANCE,
+    image_crf: int = IMAGE_CRF,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     dtype: str = "auto",
     device: str = "auto",
@@ -51,7 +58,7 @@ def ltx2(
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
 ) -> list[Video]:
-    """Make videos with sound of prompts with an LTX-2 model.
+    """Make videos with sound of prompts, or of a picture and prompts, with an LTX-2 model.
 
     Args:
         height: Pixels, by default 512.
@@ -62,11 +69,14 @@ def ltx2(
         guidance_scale: Weight of the prompt against the negative prompt in the picture, by default
             3; 1 or less is off.
         audio_guidance_scale: The same for the sound.
+        image_crf: How strongly a picture is compressed before it is used, as the model's training
+            videos were: 0, not at all, to 51; by default 33.
     """
     job = check(
         prompt=prompt,
         model=model,
         negative_prompt=negative_prompt,
+        image=image,
         seed=seed,
         num_videos=num_videos,
         height=height,
@@ -76,6 +86,7 @@ def ltx2(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         audio_guidance_scale=audio_guidance_scale,
+        image_crf=image_crf,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         device=device,
@@ -98,13 +109,18 @@ def ltx2(
             for text in job.prompts
         ]
 
-    latents = denoise_videos(run, job, embeds)
+    conditions = condition_videos(run, job, embeds, image_crf=image_crf)
+    latents = denoise_videos(run, job, embeds, conditions)
     files = decode_videos(run, job, latents, vae_tiling=vae_tiling)
-    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+    return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
-def check(*, model: str, audio_guidance_scale: float, **others: Any) -> VideoJob:
+def check(
+    *, model: str, audio_guidance_scale: float, image_crf: int = IMAGE_CRF, **others: Any
+) -> VideoJob:
     """Check every argument."""
+    if not 0 <= rules.whole_number(image_crf, "image_crf") <= MAX_CRF:
+        raise RequestError(f"image_crf is {image_crf}, allowed are 0 to {MAX_CRF}")
     return check_video_job(
         "ltx2",
         open_for("ltx2", model),

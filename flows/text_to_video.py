@@ -10,30 +10,33 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar
 
 from flows import text_to_image
+from flows.from_frames import read_frames
 from flows.from_pictures import Start
 from flows.run import Run
+from flows.settings import RunSettings
 from flows.text_to_image import ARGUMENTS, Job, check_job
 from flows.videos import Video, list_videos, save_video
 from stages import rules
 from stages.contracts import StageResult
-from stages.models import ModelDirectory
+from stages.families import family_named, require_model_of
+from stages.models import ModelDirectory, open_model, resolve_model
 from stages.mp4 import check_frame_rate
 from stages.size_rules import check_num_frames, temporal_multiple
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TASK = "text-to-video"
-
 BYTES_PER_PIXEL = 24
 """A decoded video as float32, and the same once more while it is finished."""
 
 VIDEO_ARGUMENTS = ARGUMENTS | {
     "prompt": "What to show; several prompts make several videos.",
+    "image": "The first frame: a path, or where EXEUNT_ALLOW_URLS=1 is set a web address.",
+    "last_image": "The last frame, where image is the first one.",
     "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th video of a prompt takes seed + n.",
     "num_videos": "Videos per prompt.",
-    "height": "Pixels.",
-    "width": "Pixels.",
+    "height": "Pixels; by default in the form of the picture.",
+    "width": "Pixels; by default in the form of the picture.",
     "num_frames": "Frames of a video; 1 and a multiple of what the VAE packs into one.",
     "frame_rate": "Frames a second.",
     "output": "Folder for the videos.",
@@ -81,6 +84,21 @@ class VideoJob(Job):
         }
 
 
+def open_for_one_of(families: Sequence[str], model: str) -> tuple[str, ModelDirectory]:
+    """The checked model directory, with the family that it is of.
+
+    Raises:
+        ModelError: It is not whole, or belongs to none of these families.
+    """
+    opened = open_model(resolve_model(model))
+    for name in families:
+        family = family_named(name)
+        if opened.class_name in (*family.models, family.pipeline):
+            return name, opened
+    require_model_of(family_named(families[0]), opened.class_name, str(opened.directory))
+    raise AssertionError("the line above raises")
+
+
 def check_video_job(
     family: str,
     opened: ModelDirectory,
@@ -88,6 +106,8 @@ def check_video_job(
     default_size: tuple[int, int],
     default_frames: int,
     default_rate: float,
+    image: str | None = None,
+    last_image: str | None = None,
     num_videos: int = 1,
     height: int | None = None,
     width: int | None = None,
@@ -100,7 +120,8 @@ def check_video_job(
     """Check every argument, against the model's own configuration where it decides.
 
     Args:
-        default_size: Height and width where the caller names none.
+        default_size: Height and width where the caller names none; a picture that it starts from
+            keeps its form with as many pixels.
         default_frames: The same for the length; the nearest that this model's VAE can hold.
         others: As for `check_job`.
 
@@ -114,21 +135,30 @@ def check_video_job(
     if num_frames is None:
         num_frames = max(default_frames - 1, 0) // multiple * multiple + 1
     num_frames = check_num_frames(num_frames, multiple)
+    read = read_frames(
+        family_named(family),
+        image=image,
+        last_image=last_image,
+        allow_urls=RunSettings.from_env().allow_urls,
+    )
+    height, width = read.size_like(family_named(family), opened, height, width, default_size)
     job = check_job(
         family,
         opened,
         num_images=num_videos,
-        height=default_size[0] if height is None else height,
-        width=default_size[1] if width is None else width,
-        start=Start(task=TASK),
+        height=height,
+        width=width,
+        start=Start(task=read.task),
         output=output,
         **others,
     )
+    start = read.start(job.height, job.width)
     rules.check_size(
         job.height, job.width, 1, num_frames=num_frames, bytes_per_pixel=BYTES_PER_PIXEL
     )
     return VideoJob(
-        **{each.name: getattr(job, each.name) for each in fields(job)},
+        **{each.name: getattr(job, each.name) for each in fields(job)}
+        | {"start": start, "warnings": (*job.warnings, *start.warnings)},
         num_frames=num_frames,
         frame_rate=check_frame_rate(default_rate if frame_rate is None else frame_rate),
         other_scales={
@@ -138,18 +168,25 @@ def check_video_job(
 
 
 def taken(run: Run, stage: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that a phase's blocks take."""
-    names = run.manifest.phases[stage].options
-    return {name: value for name, value in options.items() if name in names}
+    """Those options that a phase's blocks take, whether or not an earlier one tells them, too."""
+    facts = run.manifest.phases[stage]
+    return {
+        name: value for name, value in options.items() if name in (*facts.options, *facts.inputs)
+    }
 
 
 def denoise_videos(
-    run: Run, job: VideoJob, embeds: Sequence[StageResult], **options: Any
+    run: Run,
+    job: VideoJob,
+    embeds: Sequence[StageResult],
+    conditions: Sequence[tuple[StageResult, ...]],
+    **options: Any,
 ) -> list[StageResult]:
     """The denoise phase: latents of every video.
 
     Args:
         embeds: One per prompt.
+        conditions: What else each video starts from, one tuple per video.
         options: What only this family's pipeline takes.
     """
     sized = taken(run, "denoise", job.lengths)
@@ -157,6 +194,7 @@ def denoise_videos(
         return [
             denoise(
                 embeds[n],
+                *conditions[k],
                 label=job.label(n, seed),
                 seed=seed,
                 num_inference_steps=job.num_inference_steps,
@@ -164,7 +202,7 @@ def denoise_videos(
                 **job.scales,
                 **options,
             )
-            for n, seed in job.pictures
+            for k, (n, seed) in enumerate(job.pictures)
         ]
 
 
@@ -195,6 +233,7 @@ def save_videos(
     run: Run,
     job: VideoJob,
     embeds: Sequence[StageResult],
+    conditions: Sequence[tuple[StageResult, ...]],
     latents: Sequence[StageResult],
     files: Sequence[StageResult],
     *,
@@ -204,7 +243,7 @@ def save_videos(
 
     Args:
         embeds: One per prompt.
-        latents, files: One per video.
+        conditions, latents, files: One per video.
     """
     videos = [
         save_video(
@@ -222,7 +261,12 @@ def save_videos(
             width=job.width,
             num_frames=job.num_frames,
             frame_rate=job.frame_rate,
-            stages={"encode": embeds[n], "denoise": latents[k], "decode": file},
+            stages={
+                "encode": embeds[n],
+                **{each.stage: each for each in conditions[k]},
+                "denoise": latents[k],
+                "decode": file,
+            },
         )
         for k, ((n, seed), file) in enumerate(zip(job.pictures, files, strict=True))
     ]

@@ -7,13 +7,15 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.from_frames import condition_videos
+from flows.text_to_image import begin, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
     decode_videos,
     denoise_videos,
     documented,
+    open_for_one_of,
     save_videos,
 )
 from flows.videos import Video
@@ -21,8 +23,14 @@ from stages.contracts import OffloadPreset
 from stages.errors import ModelError, RequestError
 from stages.models import ModelDirectory
 
-DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 5.0
-STEPS_22, GUIDANCE_22, GUIDANCE_22_LOW = 40, 4.0, 3.0
+DEFAULTS = {
+    "wan": (50, 5.0, None),
+    "wan-i2v": (50, 5.0, None),
+    "wan22": (40, 4.0, 3.0),
+    "wan22-i2v": (40, 3.5, 3.5),
+}
+"""Steps, and the guidance of each transformer."""
+
 SIZE, NUM_FRAMES, FRAME_RATE = (480, 832), 81, 16.0
 MAX_SEQUENCE_LENGTH = 512
 
@@ -33,6 +41,8 @@ def wan(
     prompt: str | list[str],
     model: str,
     negative_prompt: str = "",
+    image: str | None = None,
+    last_image: str | None = None,
     seed: int | str = -1,
     num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
     height: int | None = None,
@@ -54,7 +64,7 @@ def wan(
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
 ) -> list[Video]:
-    """Make videos of prompts with a Wan 2.1 or 2.2 model.
+    """Make videos of prompts, or of a picture and prompts, with a Wan 2.1 or 2.2 model.
 
     Args:
         height: Pixels, by default 480.
@@ -63,13 +73,16 @@ def wan(
         frame_rate: Frames a second, by default 16.
         num_inference_steps: Denoising steps; by default 50, for Wan 2.2 40.
         guidance_scale: Weight of the prompt against the negative prompt, by default 5, for Wan
-            2.2 4; 1 or less is off.
-        guidance_scale_2: The same for the second transformer of Wan 2.2, by default 3.
+            2.2 4, with a picture 3.5; 1 or less is off.
+        guidance_scale_2: The same for the second transformer of Wan 2.2, by default 3, with a
+            picture 3.5.
     """
     job = check(
         prompt=prompt,
         model=model,
         negative_prompt=negative_prompt,
+        image=image,
+        last_image=last_image,
         seed=seed,
         num_videos=num_videos,
         height=height,
@@ -101,28 +114,33 @@ def wan(
             for text in job.prompts
         ]
 
-    latents = denoise_videos(run, job, embeds)
+    conditions = condition_videos(run, job, embeds)
+    latents = denoise_videos(run, job, embeds, conditions)
     files = decode_videos(run, job, latents, vae_tiling=vae_tiling)
-    return save_videos(run, job, embeds, latents, files, embed_settings=embed_settings)
+    return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
 def check(*, model: str, guidance_scale_2: float | None = None, **others: Any) -> VideoJob:
     """Check every argument; the model's index says whether it is of two transformers."""
-    opened = open_for("wan", model)
+    family, opened = open_for_one_of(("wan", "wan-i2v"), model)
     _require_usual_vae(opened)
-    is_22 = opened.settings.get("boundary_ratio") is not None
-    if guidance_scale_2 is not None and not is_22:
+    if opened.settings.get("boundary_ratio") is not None:
+        family = family.replace("wan", "wan22")
+    steps, scale, second_scale = DEFAULTS[family]
+    if guidance_scale_2 is not None and second_scale is None:
         raise RequestError(
             f"guidance_scale_2 belongs to the second transformer of Wan 2.2, but {model} has one; "
             "leave it out"
         )
-    scale_2 = GUIDANCE_22_LOW if guidance_scale_2 is None else guidance_scale_2
+    second = {}
+    if second_scale is not None:
+        second["guidance_scale_2"] = second_scale if guidance_scale_2 is None else guidance_scale_2
     return check_video_job(
-        "wan22" if is_22 else "wan",
+        family,
         opened,
-        default_steps=STEPS_22 if is_22 else DEFAULT_STEPS,
-        default_guidance=GUIDANCE_22 if is_22 else DEFAULT_GUIDANCE,
-        other_scales={"guidance_scale_2": scale_2} if is_22 else {},
+        default_steps=steps,
+        default_guidance=scale,
+        other_scales=second,
         default_size=SIZE,
         default_frames=NUM_FRAMES,
         default_rate=FRAME_RATE,

@@ -15,6 +15,7 @@ FAMILIES: Mapping[str, str] = {
     "flux2-klein": "stages.families.flux2_klein:FAMILY",
     "flux2-klein-base": "stages.families.flux2_klein:BASE",
     "hunyuan-video": "stages.families.hunyuan_video:FAMILY",
+    "hunyuan-video-i2v": "stages.families.hunyuan_video:FROM_IMAGE",
     "ltx": "stages.families.ltx:FAMILY",
     "ltx2": "stages.families.ltx2:FAMILY",
     "qwen-image": "stages.families.qwen_image:FAMILY",
@@ -23,7 +24,9 @@ FAMILIES: Mapping[str, str] = {
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
     "wan": "stages.families.wan:FAMILY",
+    "wan-i2v": "stages.families.wan:FROM_IMAGE",
     "wan22": "stages.families.wan:FAMILY_22",
+    "wan22-i2v": "stages.families.wan:FROM_IMAGE_22",
     "z-image": "stages.families.z_image:FAMILY",
 }
 """Each family by its name, with where it is declared, as `module:name`."""
@@ -34,6 +37,9 @@ TEXT_TO_IMAGE: Tasks = {"text-to-image": ("prompt",)}
 IMAGE_TO_IMAGE: Tasks = {"image-to-image": ("prompt", "image")}
 INPAINT: Tasks = {"inpaint": ("prompt", "image", "mask_image")}
 EDIT: Tasks = {"edit": ("prompt", "image")}
+TEXT_TO_VIDEO: Tasks = {"text-to-video": ("prompt",)}
+IMAGE_TO_VIDEO: Tasks = {"image-to-video": ("prompt", "image")}
+FIRST_AND_LAST_FRAME: Tasks = {"first-and-last-frame": ("prompt", "image", "last_image")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

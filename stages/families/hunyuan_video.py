@@ -3,13 +3,15 @@
 What ByT5 reads are the quoted parts of a prompt; a prompt without any gives zeros.
 """
 
-from stages.families.family import CHAT, Family, Reading
+from dataclasses import replace
+
+from stages.families.family import CHAT, IMAGE_TO_VIDEO, TEXT_TO_VIDEO, Family, Reading
 
 FAMILY = Family(
     name="hunyuan-video",
     pipeline="HunyuanVideo15ModularPipeline",
     models=("HunyuanVideo15Pipeline",),
-    tasks={"text-to-video": ("prompt",)},
+    tasks=TEXT_TO_VIDEO,
     output="videos",
     guidance={"guider": "guidance_scale"},
     tokenizers={
@@ -37,5 +39,17 @@ FAMILY = Family(
         "transformers:Qwen2Tokenizer",
         "transformers:Qwen2_5_VLTextModel",
         "transformers:T5EncoderModel",
+    ),
+)
+
+FROM_IMAGE = replace(
+    FAMILY,
+    name="hunyuan-video-i2v",
+    models=("HunyuanVideo15ImageToVideoPipeline",),
+    tasks=IMAGE_TO_VIDEO,
+    preload=(
+        *FAMILY.preload,
+        "transformers:SiglipImageProcessor",
+        "transformers:SiglipVisionModel",
     ),
 )

@@ -3,16 +3,17 @@
 Its decoder takes a last denoising step of its own, for which it draws noise.
 """
 
-from stages.families.family import Family, Reading
+from stages.families.family import IMAGE_TO_VIDEO, TEXT_TO_VIDEO, Family, Reading
 
 FAMILY = Family(
     name="ltx",
     pipeline="LTXModularPipeline",
     models=("LTXPipeline",),
-    tasks={"text-to-video": ("prompt",)},
+    tasks=TEXT_TO_VIDEO | IMAGE_TO_VIDEO,
     output="videos",
     guidance={"guider": "guidance_scale"},
     tokenizers={"tokenizer": Reading(encoder="text_encoder")},
+    drawing=("condition",),
     constants=("prompt_attention_mask", "negative_prompt_attention_mask"),
     preload=(
         "diffusers:AutoencoderKLLTXVideo",

@@ -10,7 +10,10 @@ FAMILY = Family(
     name="ltx2",
     pipeline="LTX2ModularPipeline",
     models=("LTX2Pipeline",),
-    tasks={"text-to-video": ("prompt", "num_frames")},
+    tasks={
+        "text-to-video": ("prompt", "num_frames"),
+        "image-to-video": ("prompt", "image", "num_frames"),
+    },
     output="videos",
     sound="audio",
     sound_rate=("vocoder", "output_sampling_rate"),
@@ -19,7 +22,8 @@ FAMILY = Family(
     max_tokens=1024,
     carried=("latents", "audio_latents"),
     constants=("connector_attention_mask", "negative_connector_attention_mask"),
-    lent={"denoise": ("audio_vae",)},
+    # What the text encoder would be asked when it is not told, `image_crf`, is always told.
+    lent={"condition": ("text_encoder",), "denoise": ("audio_vae",)},
     optional=("duration_head", "processor", "prompt_enhancer"),
     preload=(
         "diffusers:AutoencoderKLLTX2Audio",

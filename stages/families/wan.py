@@ -1,14 +1,19 @@
 """Wan: a UMT5 text encoder, one transformer (2.1) or two (2.2), an AutoencoderKLWan.
 
 Wan 2.2 denoises with one transformer down to the noise of `boundary_ratio` and with the other
-below it, each with a guider of its own.
+below it, each with a guider of its own. A model that starts from a picture is another model, and
+Wan 2.1's looks at it through CLIP, too.
 """
 
 from dataclasses import replace
 
-from stages.families.family import Family, Reading
-
-TEXT_TO_VIDEO = {"text-to-video": ("prompt",)}
+from stages.families.family import (
+    FIRST_AND_LAST_FRAME,
+    IMAGE_TO_VIDEO,
+    TEXT_TO_VIDEO,
+    Family,
+    Reading,
+)
 
 FAMILY = Family(
     name="wan",
@@ -37,4 +42,32 @@ FAMILY_22 = replace(
     name="wan22",
     pipeline="Wan22ModularPipeline",
     guidance={"guider": "guidance_scale", "guider_2": "guidance_scale_2"},
+)
+
+FROM_IMAGE = replace(
+    FAMILY,
+    name="wan-i2v",
+    pipeline="WanImage2VideoModularPipeline",
+    models=("WanImageToVideoPipeline",),
+    tasks=IMAGE_TO_VIDEO | FIRST_AND_LAST_FRAME,
+    preload=(
+        *FAMILY.preload,
+        "diffusers:WanImage2VideoAutoBlocks",
+        "diffusers:WanImage2VideoModularPipeline",
+        "transformers:CLIPImageProcessor",
+        "transformers:CLIPVisionModel",
+    ),
+)
+
+FROM_IMAGE_22 = replace(
+    FAMILY_22,
+    name="wan22-i2v",
+    pipeline="Wan22Image2VideoModularPipeline",
+    models=FROM_IMAGE.models,
+    tasks=IMAGE_TO_VIDEO,
+    preload=(
+        *FAMILY.preload,
+        "diffusers:Wan22Image2VideoBlocks",
+        "diffusers:Wan22Image2VideoModularPipeline",
+    ),
 )

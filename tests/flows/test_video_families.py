@@ -11,14 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from flows.cli import FAMILIES
 from flows.cli_arguments import argument_texts
 from stages.errors import ModelError, RequestError
 from stages.media import read_settings
 from tests.support import tiny_videos
-from tests.support.video_cases import NUM_FRAMES, PROMPT, VIDEO_CASES, VideoCase
+from tests.support.video_cases import (
+    NUM_FRAMES,
+    PROMPT,
+    TEXT_CASES,
+    VIDEO_CASES,
+    VideoCase,
+    picture,
+)
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -33,7 +42,7 @@ def launcher() -> Iterator[Any]:
     shared_launcher.cache_clear()
     made = shared_launcher("forkserver")
     for name in NAMES:
-        made.expect(name)
+        made.expect(VIDEO_CASES[name].name)
     process = made.start("inspect", logging.getLogger("test"), lambda: False)
     process.release()  # the fork server is there from here on, before any test looks
     yield made
@@ -42,7 +51,7 @@ def launcher() -> Iterator[Any]:
 
 
 def flow_module(name: str) -> Any:
-    return importlib.import_module(FAMILIES[VIDEO_CASES[name].command or name][0])
+    return importlib.import_module(FAMILIES[VIDEO_CASES[name].command or VIDEO_CASES[name].name][0])
 
 
 def flow_of(name: str) -> Any:
@@ -55,6 +64,10 @@ def arguments(case: VideoCase, model_dir: Path, output: Path, **changes: Any) ->
     found: dict[str, Any] = {"prompt": PROMPT, "model": str(model_dir), "seed": 7}
     found |= {name: value for options in case.options.values() for name, value in options.items()}
     found |= {option: case.scales[guider] for guider, option in case.family.guidance.items()}
+    for argument, medium in case.media.items():
+        path = output.parent / f"{argument}.png"
+        medium.save(path)
+        found[argument] = str(path)
     found |= {"frame_rate": case.frame_rate, "device": "cpu", "output": str(output)}
     return found | changes
 
@@ -73,14 +86,14 @@ def test_a_flow_makes_the_video_of_the_one_process_run_and_finds_it_again(
 
     case = VIDEO_CASES[name]
     before = Counter(launcher.num_processes_started)
-    (made,) = flow_of(name)(**arguments(case, tiny(case), tmp_path))
+    output = tmp_path / "videos"
+    (made,) = flow_of(name)(**arguments(case, tiny(case), output))
     started = Counter(launcher.num_processes_started) - before
-    assert started == {"inspect": 1, "encode": 1, "denoise": 1, "decode": 1}
-    every = {key: value for options in case.options.values() for key, value in options.items()}
+    assert started == dict.fromkeys(["inspect", *case.options], 1)
     whole = run_whole(
         case.family,
         tiny(case),
-        {**every, "output_type": "pt"},
+        {**case.arguments, "output_type": "pt"},
         seed=7,
         dtype=torch.float32,
         guidance=case.scales,
@@ -88,18 +101,18 @@ def test_a_flow_makes_the_video_of_the_one_process_run_and_finds_it_again(
     )
     sound = None
     if case.family.sound:
-        graph = split(case.family, "text-to-video")
+        graph = split(case.family, case.task)
         pipe = bind(graph, "decode", tiny(case), dtype=torch.float32, device="cpu")
         sound = sound_of(case.family, pipe, whole[case.family.sound][0])
     expected = encode_mp4(frames(whole["videos"][0]), case.frame_rate, sound)
     settings = read_settings(made.path)
     comment = {"comment": settings.as_json()}
     assert Path(made.path).read_bytes() == with_texts(expected, comment)
-    assert (settings.prompt, settings.seed, settings.family) == (PROMPT, 7, name)
+    assert (settings.prompt, settings.seed, settings.family) == (PROMPT, 7, case.name)
     assert (settings.num_frames, settings.frame_rate) == (NUM_FRAMES, case.frame_rate)
 
     before = Counter(launcher.num_processes_started)
-    (again,) = flow_of(name)(**arguments(case, tiny(case), tmp_path, embed_settings=False))
+    (again,) = flow_of(name)(**arguments(case, tiny(case), output, embed_settings=False))
     assert Counter(launcher.num_processes_started) == before
     assert Path(again.path).read_bytes() == expected
     assert again.path == made.path.replace(".mp4", "-2.mp4")
@@ -139,7 +152,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(TEXT_CASES))
 @pytest.mark.parametrize(("bad", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[:40])
 def test_bad_arguments_are_named_before_any_process_starts(
     name: str,
@@ -174,6 +187,80 @@ def test_settings_of_one_wan_are_refused_for_the_other(
     assert (job.height, job.width, job.num_frames, job.frame_rate) == (480, 832, 81, 16.0)
 
 
+def saved(medium: Image.Image, path: Path) -> str:
+    medium.save(path)
+    return str(path)
+
+
+def test_a_model_that_cannot_start_as_asked_is_told_so(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    from flows.wan import check
+
+    first, last = (saved(picture(n), tmp_path / f"{n}.png") for n in (1, 2))
+    text, image = (str(tiny(VIDEO_CASES[name])) for name in ("wan", "wan-i2v from a picture"))
+    newer = str(tiny(VIDEO_CASES["wan22-i2v from a picture"]))
+    for arguments, message in (
+        ({"model": text, "image": first}, "image has no use: .* tasks are text-to-video"),
+        ({"model": image}, "this wan-i2v model starts from a picture; give image"),
+        ({"model": image, "last_image": last}, "last_image belongs to a first one"),
+        ({"model": newer, "image": first, "last_image": last}, "last_image has no use"),
+        ({"model": image, "image": str(tmp_path / "none.png")}, "none.png"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            check(prompt="a fox", output=str(tmp_path), **arguments)
+
+
+def test_a_video_has_the_form_of_its_picture_and_the_pixels_of_the_default(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    """What the pipeline of Wan computes of the video's own size is that size again."""
+    from flows.wan import check
+
+    model = str(tiny(VIDEO_CASES["wan-i2v from a picture"]))
+    for size in ((900, 1600), (1600, 900), (500, 500), (3000, 1000)):
+        image = saved(Image.new("RGB", size, (9, 99, 200)), tmp_path / "image.png")
+        job = check(prompt="a fox", model=model, image=image, output=str(tmp_path))
+        assert job.media["image"].size == (job.width, job.height)
+        assert abs(job.width / job.height / (size[0] / size[1]) - 1) < 0.05
+        assert abs(job.width * job.height / (480 * 832) - 1) < 0.05
+        area, aspect = job.height * job.width, job.height / job.width
+        assert round(np.sqrt(area * aspect)) // 16 * 16 == job.height
+        assert round(np.sqrt(area / aspect)) // 16 * 16 == job.width
+        assert not job.warnings
+    wide = check(prompt="a", model=model, image=image, output=str(tmp_path), height=480, width=480)
+    assert wide.media["image"].size == (480, 480)
+    (sentence,) = wide.warnings
+    assert "its middle is taken for a video of 480 x 480: 67 % are cut off" in sentence
+
+
+def test_another_prompt_encodes_no_picture_again_and_a_seed_only_where_one_is_drawn(
+    tiny: Any, home: Path, tmp_path: Path, launcher: Any
+) -> None:
+    for name, of_another_seed in (
+        ("wan22-i2v from a picture", {"denoise", "decode"}),
+        ("ltx from a picture", {"condition", "denoise", "decode"}),
+    ):
+        flow, case = flow_of(name), VIDEO_CASES[name]
+        flow(**arguments(case, tiny(case), tmp_path / "videos"))
+        for changes, expected in (
+            ({"prompt": "a robot"}, {"encode", "denoise", "decode"}),
+            ({"seed": 8}, of_another_seed),
+        ):
+            before = Counter(launcher.num_processes_started)
+            flow(**arguments(case, tiny(case), tmp_path / "videos", **changes))
+            assert set(Counter(launcher.num_processes_started) - before) == expected
+
+
+def test_how_much_a_picture_is_compressed_is_checked(tiny: Any, home: Path) -> None:
+    from flows.ltx2 import check
+
+    rest = {"model": str(tiny(VIDEO_CASES["ltx2"])), "prompt": "a fox", "audio_guidance_scale": 1}
+    for wrong in (-1, 52, 3.5):
+        with pytest.raises(RequestError, match="image_crf is"):
+            check(image_crf=wrong, **rest)
+
+
 def test_a_wan_whose_vae_the_pipeline_would_misread_is_refused(home: Path, tmp_path: Path) -> None:
     from flows.wan import check
 
@@ -194,7 +281,7 @@ def test_the_last_step_of_an_ltx_decoder_is_checked(tiny: Any, home: Path) -> No
         check(decode_timestep=0.5, decode_noise_scale=-1, **rest)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(TEXT_CASES))
 def test_the_command_line_says_what_each_argument_of_a_flow_means(name: str) -> None:
     function = flow_of(name).fn
     assert set(argument_texts(function)) == set(inspect.signature(function).parameters)

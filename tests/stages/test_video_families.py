@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import BorderError, RequestError
 from stages.handover import pack, unpack
 from stages.manifest import Manifest
+from stages.media_inputs import put_media
 from stages.mp4 import encode_mp4
 from stages.phases import Handover, run_phase, split
 from stages.videos import frames, sound_of
@@ -26,12 +28,10 @@ from stages.worker import handler_for
 from tests.stages.test_checkpoints import KillAt, Killed
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_videos import SAMPLE_RATE
-from tests.support.video_cases import NUM_FRAMES, VIDEO_CASES, VideoCase
+from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase, picture
 from tests.support.whole_run import run_whole
 
 DTYPES = [torch.float32, torch.bfloat16]
-TASK = "text-to-video"
-PHASES = ("encode", "denoise", "decode")
 
 
 @pytest.fixture(params=sorted(VIDEO_CASES))
@@ -40,11 +40,10 @@ def case(request: pytest.FixtureRequest) -> VideoCase:
 
 
 def whole(case: VideoCase, model_dir: Path, *, dtype: torch.dtype) -> Any:
-    every = {name: value for phase in case.options.values() for name, value in phase.items()}
     return run_whole(
         case.family,
         model_dir,
-        {**every, "output_type": "pt"},
+        {**case.arguments, "output_type": "pt"},
         seed=7,
         dtype=dtype,
         guidance=case.scales,
@@ -52,17 +51,26 @@ def whole(case: VideoCase, model_dir: Path, *, dtype: torch.dtype) -> Any:
     )
 
 
-def asked(case: VideoCase, name: str, *inputs: StageResult, **changes: Any) -> StageRequest:
+def asked(
+    case: VideoCase, where: StageContext, name: str, *inputs: StageResult, **changes: Any
+) -> StageRequest:
     options = case.requests[name] | changes.pop("options", {})
-    if name == "denoise":
+    if name == "condition":
+        inputs = (*inputs, put_media(ArtifactStore(where.store_url), case.media))
+    if name == "denoise" or name in case.family.drawing:
         changes.setdefault("seed", 7)
-    return request(name, options, *inputs, family=case.name, task=TASK, **changes)
+    return request(name, options, *inputs, family=case.name, task=case.task, **changes)
 
 
 def stage(
     case: VideoCase, where: StageContext, name: str, *inputs: StageResult, **changes: Any
 ) -> StageResult:
-    return run_stage(asked(case, name, *inputs, **changes), where)[0]
+    return run_stage(asked(case, where, name, *inputs, **changes), where)[0]
+
+
+def given(case: VideoCase, where: StageContext, **changes: Any) -> tuple[StageResult, ...]:
+    """What the denoise phase starts from."""
+    return tuple(stage(case, where, name, **changes) for name in list(case.options)[:-2])
 
 
 def video_of(where: StageContext, result: StageResult) -> bytes:
@@ -76,14 +84,16 @@ def test_phases_in_sequence_equal_the_unsplit_pipeline(
     case: VideoCase, tiny: Any, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     """Each phase gets what the one before it left in a file."""
-    graph, handed, model_dir = split(case.family, TASK), Handover(), tiny(case)
-    assert tuple(graph.phases) == PHASES
+    graph, handed, model_dir = split(case.family, case.task), Handover(), tiny(case)
     options = case.options
+    assert list(graph.phases) == list(options)
     options["decode"]["output_type"] = "pt"
-    for phase in PHASES:
+    for phase in graph.phases:
         pipe = bind(graph, phase, model_dir, dtype=dtype, device="cpu")
         renew_job_state(pipe, case.scales)
-        seed = 7 if phase == "denoise" else None
+        seed = 7 if phase == "denoise" or phase in case.family.drawing else None
+        if phase == "condition":
+            options[phase] |= case.media
         handed = run_phase(graph, phase, pipe, options[phase], handed, seed=seed)
         if phase != "decode":
             path = tmp_path / phase
@@ -100,13 +110,12 @@ def test_the_video_of_the_stages_is_that_of_the_unsplit_pipeline(
     case: VideoCase, tiny: Any, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     where, name = context(tiny(case), tmp_path), str(dtype).removeprefix("torch.")
-    embeds = stage(case, where, "encode", dtype=name)
-    latents = stage(case, where, "denoise", embeds, dtype=name)
+    latents = stage(case, where, "denoise", *given(case, where, dtype=name), dtype=name)
     made = video_of(where, stage(case, where, "decode", latents, dtype=name))
     expected = whole(case, tiny(case), dtype=dtype)
     sound = None
     if case.family.sound:
-        graph = split(case.family, TASK)
+        graph = split(case.family, case.task)
         pipe = bind(graph, "decode", tiny(case), dtype=dtype, device="cpu")
         sound = sound_of(case.family, pipe, expected[case.family.sound][0])
     assert made == encode_mp4(frames(expected["videos"][0]), case.frame_rate, sound)
@@ -116,8 +125,7 @@ def test_a_player_sees_the_frames_at_their_rate_and_hears_the_sound(
     case: VideoCase, tiny: Any, tmp_path: Path
 ) -> None:
     where = context(tiny(case), tmp_path)
-    embeds = stage(case, where, "encode")
-    latents = stage(case, where, "denoise", embeds)
+    latents = stage(case, where, "denoise", *given(case, where))
     made = video_of(where, stage(case, where, "decode", latents))
     with av.open(io.BytesIO(made)) as opened:
         video = opened.streams.video[0]
@@ -143,8 +151,8 @@ def test_sound_that_ends_before_its_video_is_told(tiny: Any, tmp_path: Path) -> 
     """The tiny model's sound is a few milliseconds long; a real one's is as long as its video."""
     case = VIDEO_CASES["ltx2"]
     where = context(tiny(case), tmp_path)
-    latents = stage(case, where, "denoise", stage(case, where, "encode"))
-    _, report, heard = run_stage(asked(case, "decode", latents), where)
+    latents = stage(case, where, "denoise", *given(case, where))
+    _, report, heard = run_stage(asked(case, where, "decode", latents), where)
     (sentence,) = heard.warnings
     assert "video-0 lasts 0.375 s, its sound 0.00" in sentence and "silence follows" in sentence
     assert report["warnings"] == [sentence]
@@ -155,16 +163,19 @@ def test_a_job_in_a_batch_has_the_bits_it_has_alone(
 ) -> None:
     """One process does a batch's requests one by one; nothing of one is left in the next."""
     where = context(tiny(case), tmp_path)
-    embeds = stage(case, where, "encode")
-    alone = stage(case, where, "denoise", embeds, seed=3)
-    other = stage(case, where, "denoise", embeds, seed=4, options={"num_inference_steps": 5})
+    start = given(case, where)
+    alone = stage(case, where, "denoise", *start, seed=3)
+    other = stage(case, where, "denoise", *start, seed=4, options={"num_inference_steps": 5})
     assert other.only() != alone.only()
-    assert stage(case, where, "denoise", embeds, seed=3) == alone
+    assert stage(case, where, "denoise", *start, seed=3) == alone
     video = stage(case, where, "decode", alone)
     assert stage(case, where, "decode", other) != video
     assert stage(case, where, "decode", alone) == video
-    assert stage(case, where, "encode", options={"prompt": "a robot"}) != embeds
-    assert stage(case, where, "encode") == embeds
+    assert stage(case, where, "encode", options={"prompt": "a robot"}) != start[0]
+    if case.media:
+        changed = replace(case, media={"image": picture(2, case.edge)})
+        assert stage(changed, where, "condition") != start[1]
+    assert given(case, where) == start
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("float32", 3), ("bfloat16", 1)])
@@ -174,9 +185,9 @@ def test_a_killed_loop_ends_with_the_bits_of_the_undisturbed_run(
     """UniPC's history, two transformers, two schedulers and two latents among them."""
     plain = context(tiny(case), tmp_path / "undisturbed")
     where = context(tiny(case), tmp_path / "killed", checkpoint_every_steps=1)
-    embeds = stage(case, plain, "encode", dtype=dtype)
-    expected = stage(case, plain, "denoise", embeds, dtype=dtype)
-    loop = asked(case, "denoise", stage(case, where, "encode", dtype=dtype), dtype=dtype)
+    start = given(case, plain, dtype=dtype)
+    expected = stage(case, plain, "denoise", *start, dtype=dtype)
+    loop = asked(case, where, "denoise", *given(case, where, dtype=dtype), dtype=dtype)
     with pytest.raises(Killed):
         handler_for("denoise")(loop, where, KillAt(step))
     result, report, _ = run_stage(loop, where)
@@ -185,7 +196,7 @@ def test_a_killed_loop_ends_with_the_bits_of_the_undisturbed_run(
 
 
 def test_phases_load_only_what_they_compute_with(case: VideoCase, tiny: Any) -> None:
-    graph = split(case.family, TASK)
+    graph = split(case.family, case.task)
     loaded = {
         phase: {
             name
@@ -194,23 +205,26 @@ def test_phases_load_only_what_they_compute_with(case: VideoCase, tiny: Any) -> 
             ).components.items()
             if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
         }
-        for phase in PHASES
+        for phase in graph.phases
     }
     assert loaded == case.loads
 
 
 def test_inspect_finds_a_familys_files_whole(case: VideoCase, tiny: Any, tmp_path: Path) -> None:
     where = context(tiny(case), tmp_path)
-    result = run_stage(request("inspect", {}, family=case.name, task=TASK), where)[0]
+    result = run_stage(request("inspect", {}, family=case.name, task=case.task), where)[0]
     manifest = Manifest.model_validate_json(ArtifactStore(where.store_url).read(result.only()))
     weighty = set(manifest.num_parameters)
     assert {
         phase: set(facts.components) & weighty for phase, facts in manifest.phases.items()
     } == case.loads
-    taken = {phase: set(facts.options) for phase, facts in manifest.phases.items()}
-    assert all(set(case.options[phase]) <= taken[phase] for phase in PHASES)
+    taken = {phase: {*facts.options, *facts.inputs} for phase, facts in manifest.phases.items()}
+    assert all(set(options) <= taken[phase] for phase, options in case.options.items())
+    if case.media:
+        assert manifest.phases["condition"].inputs == ()  # no prompt is looked at
 
 
+@pytest.mark.parametrize("case", TEXT_CASES.values(), ids=list(TEXT_CASES))
 def test_what_each_encoder_does_not_read_is_told(
     case: VideoCase, tiny: Any, tmp_path: Path
 ) -> None:
@@ -236,7 +250,7 @@ def test_a_model_that_moved_and_has_only_variant_weights_makes_the_same_bits(
     made = []
     for number, model_dir in enumerate((tiny(case), moved)):
         where = context(model_dir, tmp_path / str(number))
-        latents = stage(case, where, "denoise", stage(case, where, "encode"))
+        latents = stage(case, where, "denoise", *given(case, where))
         made.append([latents, stage(case, where, "decode", latents)])
     assert made[0] == made[1]
 
@@ -244,7 +258,7 @@ def test_a_model_that_moved_and_has_only_variant_weights_makes_the_same_bits(
 def test_a_video_needs_a_frame_rate_before_its_model_loads(tiny: Any, tmp_path: Path) -> None:
     case = VIDEO_CASES["wan"]
     where = context(tiny(case), tmp_path)
-    latents = stage(case, where, "denoise", stage(case, where, "encode"))
+    latents = stage(case, where, "denoise", *given(case, where))
     for wrong in (None, 0, 500, "24", True):
         with pytest.raises(RequestError, match="frame_rate is"):
             stage(case, where, "decode", latents, options={"frame_rate": wrong})
@@ -255,7 +269,7 @@ def test_sound_that_is_not_finite_is_refused_and_no_video_is_written(
 ) -> None:
     case = VIDEO_CASES["ltx2"]
     where = context(tiny(case), tmp_path)
-    latents = stage(case, where, "denoise", stage(case, where, "encode"))
+    latents = stage(case, where, "denoise", *given(case, where))
     store = ArtifactStore(where.store_url)
     held = unpack(store.path(latents.only()))
     held.handover.values["audio_latents"][0, 2] = torch.nan

@@ -15,7 +15,7 @@ from stages.mp4 import encode_mp4
 from stages.rules import check_share
 from stages.size_rules import check_num_frames, temporal_multiple, vae_scale
 from tests.stages.test_mp4 import scenes
-from tests.support.video_cases import VIDEO_CASES
+from tests.support.video_cases import TEXT_CASES
 
 PUBLISHED: list[tuple[dict[str, Any], int, int]] = [
     ({"scale_factor_temporal": 4, "scale_factor_spatial": 8}, 4, 8),  # Wan 2.1
@@ -40,13 +40,13 @@ def test_a_configuration_tells_how_it_packs_space_and_time(
     assert (temporal_multiple(vae), vae_scale(vae)) == (frames, pixels)
 
 
-@pytest.mark.parametrize("name", sorted(VIDEO_CASES))
+@pytest.mark.parametrize("name", sorted(TEXT_CASES))
 def test_the_rule_agrees_with_the_pipeline_of_each_family(name: str, tiny: Any) -> None:
     import diffusers
 
     from stages.models import open_model
 
-    case = VIDEO_CASES[name]
+    case = TEXT_CASES[name]
     config = open_model(tiny(case)).components["vae"].config()
     vae = getattr(diffusers, config["_class_name"]).from_pretrained(tiny(case) / "vae")
     factor = 2 ** sum(vae.temperal_downsample) if "wan" in name else vae.temporal_compression_ratio

@@ -307,13 +307,15 @@ def flux2_klein(
     return save(pipeline, directory, dtype)
 
 
-def wan_transformer(kind: Any = diffusers.WanTransformer3DModel, **config: Any) -> Any:
+def wan_transformer(
+    kind: Any = diffusers.WanTransformer3DModel, *, in_channels: int = 16, **config: Any
+) -> Any:
     """A Wan transformer of two heads."""
     return kind(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=16,
+        in_channels=in_channels,
         out_channels=16,
         text_dim=32,
         freq_dim=64,

@@ -1,12 +1,16 @@
-"""Each family that makes videos, with its tiny model and a job that it is tried with."""
+"""Each family that makes videos, with its tiny model and the jobs that it is tried with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import diffusers
+import numpy as np
+from PIL import Image
 
 from stages.families import Family, family_named
 from tests.support import tiny_videos
@@ -15,11 +19,20 @@ PROMPT = 'a small red fox says "hello"'
 NUM_FRAMES = 9
 
 
+def picture(seed: int, edge: int = 64) -> Image.Image:
+    """Colours that run into each other, as a photograph's do."""
+    corners = np.random.default_rng(seed).integers(0, 255, (2, 2, 3), dtype=np.uint8)
+    return Image.fromarray(corners).resize((edge, edge), Image.Resampling.BICUBIC)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoCase:
     """A family's job.
 
     Attributes:
+        task: The family's task.
+        media: Pictures by the pipeline's names.
+        start: Options of the condition phase besides size.
         build: Writes its tiny model.
         text: Options of the encode phase besides the prompts.
         loop: Options of the denoise phase besides size and steps.
@@ -34,6 +47,9 @@ class VideoCase:
 
     name: str
     build: Callable[..., Path]
+    task: str = "text-to-video"
+    media: Mapping[str, Any] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     loop: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
@@ -49,14 +65,31 @@ class VideoCase:
         return family_named(self.name)
 
     @property
+    def sized(self) -> dict[str, Any]:
+        """What of the size the condition phase takes."""
+        names = {"wan": ("height", "width", "num_frames")}.get(self.name[:3], ("height", "width"))
+        size = {"height": self.edge, "width": self.edge, "num_frames": NUM_FRAMES}
+        return {name: size[name] for name in names}
+
+    @property
     def options(self) -> dict[str, dict[str, Any]]:
         """The pipeline's own arguments, by phase."""
         size = {"height": self.edge, "width": self.edge, "num_frames": NUM_FRAMES}
-        return {
+        found = {
             "encode": {"prompt": PROMPT, "negative_prompt": "blurry", **self.text},
+            "condition": {**self.sized, **self.start},
             "denoise": {**size, "num_inference_steps": 4, **self.loop},
             "decode": self.last | (size if self.is_sized_last else {}),
         }
+        if not self.media:
+            del found["condition"]
+        return found
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The whole pipeline's arguments."""
+        every = {key: value for options in self.options.values() for key, value in options.items()}
+        return {**every, **self.media}
 
     @property
     def requests(self) -> dict[str, dict[str, Any]]:
@@ -73,7 +106,7 @@ class VideoCase:
 SHORT = {"max_sequence_length": 32}
 WAN_LOADS = {"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}}
 
-VIDEO_CASES = {
+TEXT_CASES = {
     case.name: case
     for case in (
         VideoCase(
@@ -133,3 +166,61 @@ VIDEO_CASES = {
         ),
     )
 }
+
+
+FROM_PICTURE = {"task": "image-to-video", "media": {"image": picture(1)}}
+
+PICTURE_CASES = {
+    f"{case.name} from a picture": case
+    for case in (
+        replace(
+            TEXT_CASES["wan"],
+            name="wan-i2v",
+            build=partial(
+                tiny_videos.wan,
+                kind=diffusers.WanImageToVideoPipeline,
+                in_channels=36,
+                image_dim=16,
+                added_kv_proj_dim=24,
+            ),
+            command="wan",
+            loads=WAN_LOADS | {"condition": {"vae", "image_encoder"}},
+            **FROM_PICTURE,
+        ),
+        replace(
+            TEXT_CASES["wan22"],
+            name="wan22-i2v",
+            build=partial(
+                tiny_videos.wan,
+                kind=diffusers.WanImageToVideoPipeline,
+                in_channels=36,
+                num_transformers=2,
+            ),
+            loads=TEXT_CASES["wan22"].loads | {"condition": {"vae"}},
+            **FROM_PICTURE,
+        ),
+        replace(
+            TEXT_CASES["ltx"],
+            loads=WAN_LOADS | {"condition": {"vae"}},
+            **FROM_PICTURE,
+        ),
+        replace(
+            TEXT_CASES["ltx2"],
+            start={"image_crf": 33},
+            loads=TEXT_CASES["ltx2"].loads | {"condition": {"vae"}},
+            task="image-to-video",
+            media={"image": picture(1, 32)},
+        ),
+        replace(
+            TEXT_CASES["hunyuan-video"],
+            name="hunyuan-video-i2v",
+            command="hunyuan-video",
+            build=partial(tiny_videos.hunyuan_video, looks_at_pictures=True),
+            loads=TEXT_CASES["hunyuan-video"].loads | {"condition": {"vae", "image_encoder"}},
+            task="image-to-video",
+            media={"image": picture(1, 32)},
+        ),
+    )
+}
+
+VIDEO_CASES = TEXT_CASES | PICTURE_CASES
