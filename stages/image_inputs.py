@@ -14,19 +14,17 @@ Whatever cannot be used is a `RequestError` that names the file. This module loa
 from __future__ import annotations
 
 import io
-import os
-import stat
-import urllib.parse
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from stages.errors import RequestError
-from stages.text_rules import escape_for_terminal, kind, shown
+from stages.input_files import InputLimits, content_of
+
+__all__ = ["InputLimits", "InputPicture", "content_of", "read_mask", "read_picture"]
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
 """What is read, by Pillow's names. EPS and its like start other programs; they are not here."""
@@ -57,21 +55,6 @@ SIGNATURES = (
     (4, b"ftyp", "a video"),
     (4, b"JXL ", "a JPEG XL picture"),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputLimits:
-    """How large an input may be; both are checked before any pixel is decoded.
-
-    Attributes:
-        max_bytes: Of the file.
-        max_pixels: Width x height, as its header says.
-    """
-
-    max_bytes: int = 256 * 2**20
-    max_pixels: int = 64 * 2**20
-
-
 LIMITS = InputLimits()
 
 
@@ -104,7 +87,7 @@ def read_picture(
     Raises:
         RequestError: It cannot be read or is no picture; the message says which and why.
     """
-    data, where = _content(source, name, allow_urls, limits)
+    data, where = content_of(source, name, allow_urls, limits)
     image, told = _decoded(data, where, limits)
     told = [*told, *_profile_warning(image, where)]
     pixels, alpha = _as_rgb(_in_eight_bits(image, where))
@@ -139,7 +122,7 @@ def read_mask(
             )
         levels = Image.fromarray(255 - np.asarray(picture.alpha))
     else:
-        data, where = _content(source, name, allow_urls, limits)
+        data, where = content_of(source, name, allow_urls, limits)
         image, told = _decoded(data, where, limits)
         levels = _as_grey(_in_eight_bits(image, where))
     if levels.size != picture.pixels.size:
@@ -154,81 +137,6 @@ def read_mask(
             "to change"
         )
     return InputPicture(name=name, pixels=levels, warnings=tuple(told))
-
-
-# ---- bytes ---------------------------------------------------------------------------------
-
-
-def _content(source: object, name: str, allow_urls: bool, limits: InputLimits) -> tuple[bytes, str]:
-    """A source's bytes, and how errors call it."""
-    if not isinstance(source, str | os.PathLike) or isinstance(source, bytes):
-        raise RequestError(f"{name} is {shown(source)} ({kind(source)}), expected a path")
-    text = os.fspath(source)
-    where = f"{name} {escape_for_terminal(text, limit=200)}"
-    if not text.strip() or "\0" in text:
-        raise RequestError(f"{name} is {shown(text)}, expected the path of a picture")
-    scheme = urllib.parse.urlsplit(text).scheme.lower() if "://" in text else ""
-    if scheme in ("http", "https"):
-        if not allow_urls:
-            raise RequestError(
-                f"{where} is a web address, and nothing is fetched from the network unless "
-                "EXEUNT_ALLOW_URLS=1 is set; or save the picture and give its path"
-            )
-        from stages.url_inputs import fetch  # rarely needed, and slow to import
-
-        return fetch(text, where, max_bytes=limits.max_bytes), where
-    if scheme not in ("", "file") or text.startswith("data:"):
-        raise RequestError(
-            f"{where} is no path: its scheme is {(scheme or 'data')!r}, allowed are paths and "
-            "file://, http:// and https:// URLs"
-        )
-    path = _path_of_url(text, where) if scheme == "file" else Path(text).expanduser()
-    return _read_file(path, where, limits), where
-
-
-def _path_of_url(url: str, where: str) -> Path:
-    parts = urllib.parse.urlsplit(url)
-    path = urllib.parse.unquote(parts.path)
-    if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
-        raise RequestError(f"{where} names no file of this machine; write file:///absolute/path")
-    return Path(path)
-
-
-def _read_file(path: Path, where: str, limits: InputLimits) -> bytes:
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise RequestError(f"{where} does not exist; see the path for a mistake") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{where} cannot be opened: {reason}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            what = "a folder" if stat.S_ISDIR(status.st_mode) else "no ordinary file"
-            raise RequestError(f"{where} is {what}; give the path of one picture")
-        _check_nbytes(status.st_size, where, limits)
-    except RequestError:
-        os.close(descriptor)
-        raise
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            data = file.read(limits.max_bytes + 1)
-        except OSError as error:
-            raise RequestError(f"{where} cannot be read: {error.strerror}") from error
-    _check_nbytes(len(data), where, limits)
-    return data
-
-
-def _check_nbytes(nbytes: int, where: str, limits: InputLimits) -> None:
-    if nbytes == 0:
-        raise RequestError(f"{where} is empty: 0 bytes")
-    if nbytes > limits.max_bytes:
-        raise RequestError(
-            f"{where} has {nbytes / 2**20:.0f} MiB, allowed are {limits.max_bytes / 2**20:.0f} "
-            "MiB; save it smaller"
-        )
 
 
 # ---- pixels --------------------------------------------------------------------------------

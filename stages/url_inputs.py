@@ -114,7 +114,7 @@ def _body(
     if nbytes > max_bytes:
         raise RequestError(
             f"{where} has {nbytes / 2**20:.3g} MiB or more, allowed are "
-            f"{max_bytes / 2**20:.3g} MiB; save the picture smaller and give its path"
+            f"{max_bytes / 2**20:.3g} MiB; save it smaller and give its path"
         )
     if response.length:
         raise RequestError(f"{where} broke off: {response.length} bytes are missing; try again")
@@ -131,7 +131,7 @@ def _connected(
         if not allow_private and not _is_public(str(ip)):
             raise RequestError(
                 f"{where} leads to {ip}, an address of this machine or a private network, where "
-                "nothing is fetched from; save the picture and give its path"
+                "nothing is fetched from; save the file and give its path"
             )
     failure: OSError | None = None
     for family, kind, protocol, _, place in found:
