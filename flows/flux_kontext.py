@@ -24,6 +24,12 @@ from flows.text_to_image import (
 from stages.contracts import OffloadPreset
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE, DEFAULT_TOKENS = 28, 2.5, 512
+SIZES = (
+    *((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248)),
+    *((880, 1184), (944, 1104), (1024, 1024), (1104, 944), (1184, 880)),
+    *((1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688), (1568, 672)),
+)
+"""Width and height of the pictures that the model was taught with."""
 
 
 @flow(name="flux-kontext", flow_run_name=run_name("flux-kontext"), persist_result=False)
@@ -55,7 +61,8 @@ def flux_kontext(
     Args:
         prompt: What to change; several prompts make several pictures.
         image: The picture to edit; without one it paints from the prompt alone.
-        height: Pixels; by default the picture's aspect ratio at the area the model was trained at.
+        height: Pixels; by default that of the sizes the model was taught with whose form is
+            nearest to the picture's, which is also the one that it looks at the picture in.
         width: Pixels; see height.
         num_inference_steps: Denoising steps; by default 28.
         guidance_scale: What the model was taught guidance with, by default 2.5; it takes no
@@ -98,6 +105,12 @@ def flux_kontext(
     )
 
 
+def taught_size(width: int, height: int) -> tuple[int, int]:
+    """Height and width: the size nearest in form; the pipeline brings the picture to it, too."""
+    _, wide, high = min((abs(width / height - w / h), w, h) for w, h in SIZES)
+    return high, wide
+
+
 def check(*, model: str, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
@@ -105,6 +118,6 @@ def check(*, model: str, **others: Any) -> Job:
         open_for("flux-kontext", model),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
-        fills=True,
+        like=taught_size,
         **others,
     )

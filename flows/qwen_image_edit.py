@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from prefect import flow
@@ -30,6 +31,7 @@ from stages.families import family_named, require_model_of
 from stages.models import open_model, resolve_model
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 4.0
+AREA, STEP = 1024 * 1024, 32  # pixels, in all and along an edge
 
 
 @flow(name="qwen-image-edit", flow_run_name=run_name("qwen-image-edit"), persist_result=False)
@@ -108,6 +110,16 @@ def qwen_image_edit(
     )
 
 
+def taught_size(width: int, height: int) -> tuple[int, int]:
+    """Height and width of a megapixel in the picture's form.
+
+    The pipeline looks at the picture in this size: painted in another one, it would shift.
+    """
+    wide = math.sqrt(AREA * (width / height))
+    high = wide / (width / height)
+    return round(high / STEP) * STEP, round(wide / STEP) * STEP
+
+
 def check(*, model: str, **others: Any) -> Job:
     """Check every argument; the model's class says whether it looks at several pictures."""
     opened = open_model(resolve_model(model))
@@ -119,7 +131,7 @@ def check(*, model: str, **others: Any) -> Job:
         opened,
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
-        fills=True,
+        like=taught_size,
         **others,
     )
     check_references(job.start, most=REFERENCES_LIMIT if takes_several else 1)

@@ -179,7 +179,7 @@ def check_job(
     padding_mask_crop: int | None = None,
     strength: float | None = None,
     start: Start | None = None,
-    fills: bool = False,
+    like: Callable[[int, int], tuple[int, int]] | None = None,
     seed: int | str = -1,
     num_images: int = 1,
     height: int | None = None,
@@ -200,8 +200,8 @@ def check_job(
 
     Args:
         start: What it starts from, where that was read already.
-        fills: Whether a picture that starts from a smaller one has the size that the model was
-            trained at all the same.
+        like: Height and width for a picture of some width and height, where the model was taught
+            other sizes than that of the picture.
         default_steps: Steps where neither the caller nor the model says how many.
         default_guidance: The same for the guidance scale; None where the model takes none.
 
@@ -227,7 +227,9 @@ def check_job(
     trained_at = trained_edge(vae, configs[declared.sized_by], declared.edge)
     multiple = rules.spatial_multiple(vae, denoiser)
     asked = height is not None and width is not None
-    if start.size is not None:
+    if start.size is not None and like is not None and height is None and width is None:
+        height, width = like(*start.size)
+    elif start.size is not None:
         rules.check_edges(height, width, multiple)
         height, width = rules.size_like(
             start.size,
@@ -235,7 +237,7 @@ def check_job(
             trained_at,
             height=height,
             width=width,
-            fills=fills or start.is_cropped,
+            fills=start.is_cropped,
         )
     height, width = rules.check_size(
         trained_at if height is None else height,

@@ -231,6 +231,24 @@ def test_the_size_follows_the_picture(studio: Studio, tmp_path: Path) -> None:
         checked(studio, tmp_path, image=small, width=50)
 
 
+@pytest.mark.parametrize("size", [(1000, 700), (64, 64), (3000, 900), (333, 1000), (1024, 1023)])
+def test_an_edit_has_by_default_the_size_in_which_its_pipeline_sees_the_picture(
+    size: tuple[int, int],
+) -> None:
+    """In another one, what is kept would shift."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+
+    from flows import flux_kontext, qwen_image_edit
+
+    assert set(flux_kontext.SIZES) == set(PREFERRED_KONTEXT_RESOLUTIONS)
+    height, width = flux_kontext.taught_size(*size)
+    aspects = {abs(size[0] / size[1] - w / h): (w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS}
+    assert (width, height) == aspects[min(aspects)]
+    height, width = qwen_image_edit.taught_size(*size)
+    assert (width, height) == calculate_dimensions(1024 * 1024, size[0] / size[1])[:2]
+
+
 def test_too_few_steps_for_the_strength_are_refused(studio: Studio, tmp_path: Path) -> None:
     image = str(saved(picture(1), tmp_path / "a.png"))
     with pytest.raises(RequestError, match=r"0 denoising steps \(3 x 0.2\); raise num_infer"):
