@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
     "qwen-image-edit": ("flows.qwen_image_edit", "edit a picture with a Qwen-Image-Edit model"),
     "wan": ("flows.wan", "make videos with a Wan 2.1 or 2.2 model"),
+    "wan-vace": ("flows.wan_vace", "make videos along another one with a Wan 2.2 VACE model"),
     "ltx": ("flows.ltx", "make videos with an LTX Video model"),
     "ltx2": ("flows.ltx2", "make videos with sound with an LTX-2 model"),
     "hunyuan-video": ("flows.hunyuan_video", "make videos with a HunyuanVideo 1.5 model"),

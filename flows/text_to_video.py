@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from flows import text_to_image
 from flows.from_frames import read_frames
 from flows.from_pictures import Start
+from flows.from_videos import Control
 from flows.run import Run
 from flows.settings import RunSettings
 from flows.text_to_image import ARGUMENTS, Job, check_job
@@ -32,6 +33,8 @@ BYTES_PER_PIXEL = 24
 VIDEO_ARGUMENTS = ARGUMENTS | {
     "prompt": "What to show; several prompts make several videos.",
     "image": "The first frame: a path, or where EXEUNT_ALLOW_URLS=1 is set a web address.",
+    "video": "A video to follow: a path, or where EXEUNT_ALLOW_URLS=1 is set a web address.",
+    "mask_video": "Where the video is made anew: white is made, black is kept.",
     "last_image": "The last frame, where image is the first one.",
     "seed": "0 to 2**64 - 1, or -1 to draw one; the n-th video of a prompt takes seed + n.",
     "num_videos": "Videos per prompt.",
@@ -108,6 +111,7 @@ def check_video_job(
     default_rate: float,
     image: str | None = None,
     last_image: str | None = None,
+    read: Control | None = None,
     num_videos: int = 1,
     height: int | None = None,
     width: int | None = None,
@@ -123,6 +127,7 @@ def check_video_job(
         default_size: Height and width where the caller names none; a picture that it starts from
             keeps its form with as many pixels.
         default_frames: The same for the length; the nearest that this model's VAE can hold.
+        read: What the video is made along, where that was read already.
         others: As for `check_job`.
 
     Raises:
@@ -135,24 +140,24 @@ def check_video_job(
     if num_frames is None:
         num_frames = max(default_frames - 1, 0) // multiple * multiple + 1
     num_frames = check_num_frames(num_frames, multiple)
-    read = read_frames(
+    begins = read or read_frames(
         family_named(family),
         image=image,
         last_image=last_image,
         allow_urls=RunSettings.from_env().allow_urls,
     )
-    height, width = read.size_like(family_named(family), opened, height, width, default_size)
+    height, width = begins.size_like(family_named(family), opened, height, width, default_size)
     job = check_job(
         family,
         opened,
         num_images=num_videos,
         height=height,
         width=width,
-        start=Start(task=read.task),
+        start=Start(task=begins.task),
         output=output,
         **others,
     )
-    start = read.start(job.height, job.width)
+    start = begins.start(job.height, job.width)
     rules.check_size(
         job.height, job.width, 1, num_frames=num_frames, bytes_per_pixel=BYTES_PER_PIXEL
     )

@@ -123,7 +123,7 @@ def wan(
 def check(*, model: str, guidance_scale_2: float | None = None, **others: Any) -> VideoJob:
     """Check every argument; the model's index says whether it is of two transformers."""
     family, opened = open_for_one_of(("wan", "wan-i2v"), model)
-    _require_usual_vae(opened)
+    require_usual_vae(opened)
     if opened.settings.get("boundary_ratio") is not None:
         family = family.replace("wan", "wan22")
     steps, scale, second_scale = DEFAULTS[family]
@@ -148,7 +148,7 @@ def check(*, model: str, guidance_scale_2: float | None = None, **others: Any) -
     )
 
 
-def _require_usual_vae(opened: ModelDirectory) -> None:
+def require_usual_vae(opened: ModelDirectory) -> None:
     """Refuse Wan 2.2 TI2V 5B: the pipeline takes its VAE's scale for 8 and paints another size."""
     vae = opened.components["vae"].config()
     counted = 2 ** len(vae.get("temperal_downsample") or ())

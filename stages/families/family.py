@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, str] = {
     "wan-i2v": "stages.families.wan:FROM_IMAGE",
     "wan22": "stages.families.wan:FAMILY_22",
     "wan22-i2v": "stages.families.wan:FROM_IMAGE_22",
+    "wan22-vace": "stages.families.wan:VACE_22",
     "z-image": "stages.families.z_image:FAMILY",
 }
 """Each family by its name, with where it is declared, as `module:name`."""
@@ -39,6 +40,7 @@ INPAINT: Tasks = {"inpaint": ("prompt", "image", "mask_image")}
 EDIT: Tasks = {"edit": ("prompt", "image")}
 TEXT_TO_VIDEO: Tasks = {"text-to-video": ("prompt",)}
 IMAGE_TO_VIDEO: Tasks = {"image-to-video": ("prompt", "image")}
+VIDEO_CONDITIONING: Tasks = {"video-conditioning": ("prompt", "video", "mask", "reference_images")}
 FIRST_AND_LAST_FRAME: Tasks = {"first-and-last-frame": ("prompt", "image", "last_image")}
 
 

@@ -11,6 +11,7 @@ from stages.families.family import (
     FIRST_AND_LAST_FRAME,
     IMAGE_TO_VIDEO,
     TEXT_TO_VIDEO,
+    VIDEO_CONDITIONING,
     Family,
     Reading,
 )
@@ -69,5 +70,20 @@ FROM_IMAGE_22 = replace(
         *FAMILY.preload,
         "diffusers:Wan22Image2VideoBlocks",
         "diffusers:Wan22Image2VideoModularPipeline",
+    ),
+)
+
+VACE_22 = replace(
+    FAMILY_22,
+    name="wan22-vace",
+    pipeline="Wan22VaceModularPipeline",
+    models=("WanVACEPipeline",),
+    tasks=VIDEO_CONDITIONING,
+    constants=("denoiser_input_fields.control_hidden_states_scale",),
+    preload=(
+        *FAMILY.preload,
+        "diffusers:Wan22VaceBlocks",
+        "diffusers:Wan22VaceModularPipeline",
+        "diffusers:WanVACETransformer3DModel",
     ),
 )

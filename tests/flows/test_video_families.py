@@ -28,6 +28,7 @@ from tests.support.video_cases import (
     VideoCase,
     picture,
 )
+from tests.support.video_files import write_lossless
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -59,17 +60,30 @@ def flow_of(name: str) -> Any:
     return getattr(module, module.__name__.rpartition(".")[2])
 
 
+def saved(medium: Image.Image, path: Path) -> str:
+    medium.save(path)
+    return str(path)
+
+
 def arguments(case: VideoCase, model_dir: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """The job of a case as the flow's arguments."""
     found: dict[str, Any] = {"prompt": PROMPT, "model": str(model_dir), "seed": 7}
     found |= {name: value for options in case.options.values() for name, value in options.items()}
     found |= {option: case.scales[guider] for guider, option in case.family.guidance.items()}
     for argument, medium in case.media.items():
-        path = output.parent / f"{argument}.png"
-        medium.save(path)
-        found[argument] = str(path)
+        found |= kept(argument, medium, output.parent)
     found |= {"frame_rate": case.frame_rate, "device": "cpu", "output": str(output)}
     return found | changes
+
+
+def kept(name: str, medium: Any, folder: Path) -> dict[str, Any]:
+    """A pipeline's argument as a file, and what the flow calls it."""
+    if name == "reference_images":
+        return {"image": [saved(each, folder / f"{n}.png") for n, each in enumerate(medium)]}
+    if isinstance(medium, list):
+        path = write_lossless(medium, folder / f"{name}.mkv")
+        return {"mask_video" if name == "mask" else name: str(path)}
+    return {name: saved(medium, folder / f"{name}.png")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,11 +201,6 @@ def test_settings_of_one_wan_are_refused_for_the_other(
     assert (job.height, job.width, job.num_frames, job.frame_rate) == (480, 832, 81, 16.0)
 
 
-def saved(medium: Image.Image, path: Path) -> str:
-    medium.save(path)
-    return str(path)
-
-
 def test_a_model_that_cannot_start_as_asked_is_told_so(
     tiny: Any, home: Path, tmp_path: Path
 ) -> None:
@@ -285,3 +294,44 @@ def test_the_last_step_of_an_ltx_decoder_is_checked(tiny: Any, home: Path) -> No
 def test_the_command_line_says_what_each_argument_of_a_flow_means(name: str) -> None:
     function = flow_of(name).fn
     assert set(argument_texts(function)) == set(inspect.signature(function).parameters)
+
+
+def test_what_a_video_is_made_along_has_to_fit_together(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    from flows.wan_vace import check
+
+    case = VIDEO_CASES["wan22-vace"]
+    frames = [picture(n) for n in range(12)]
+    video = str(write_lossless(frames, tmp_path / "video.mkv", rate=24))
+    mask = str(write_lossless(frames[:5], tmp_path / "mask.mkv"))
+    rest = {"prompt": "a fox", "model": str(tiny(case)), "output": str(tmp_path)}
+    for arguments, message in (
+        ({}, "wan22-vace follows a video or pictures; give video, or image"),
+        ({"mask_video": mask}, "mask_video belongs to a video"),
+        ({"video": video, "num_frames": 13}, "num_frames is 13, but video has 12 frames; use 9"),
+        ({"video": video, "num_frames": 6}, r"4k\+1 frames, use 5 or 9"),
+        ({"video": video, "mask_video": mask}, "mask_video has 5 frames, but 9 of video are used"),
+        ({"video": video, "height": 50}, "height 50 is not a multiple of 16"),
+        ({"video": video, "conditioning_scale": -1.0}, "conditioning_scale is -1"),
+        ({"image": ["a.png"] * 9}, "image holds 9 pictures, allowed are 8"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            check(**arguments, **rest)
+
+    job = check(video=video, **rest)
+    assert (job.num_frames, job.frame_rate) == (9, 24.0)
+    assert job.height == job.width and len(job.media["video"]) == 9
+    assert any("video goes on after 9 frames" in warning for warning in job.warnings)
+    alone = check(image=[saved(picture(1), tmp_path / "a.png")], **rest)
+    assert (alone.height, alone.width, alone.num_frames, alone.frame_rate) == (480, 832, 81, 16.0)
+
+
+def test_a_vace_of_one_transformer_is_refused(home: Path, tmp_path: Path) -> None:
+    import diffusers
+
+    from flows.wan_vace import check
+
+    model = tiny_videos.wan(tmp_path / "model", kind=diffusers.WanVACEPipeline)
+    with pytest.raises(ModelError, match=r"has one transformer, as Wan 2\.1 VACE has"):
+        check(prompt="a fox", model=str(model), image="a.png")

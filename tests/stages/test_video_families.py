@@ -28,7 +28,7 @@ from stages.worker import handler_for
 from tests.stages.test_checkpoints import KillAt, Killed
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_videos import SAMPLE_RATE
-from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase, picture
+from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase
 from tests.support.whole_run import run_whole
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -173,7 +173,7 @@ def test_a_job_in_a_batch_has_the_bits_it_has_alone(
     assert stage(case, where, "decode", alone) == video
     assert stage(case, where, "encode", options={"prompt": "a robot"}) != start[0]
     if case.media:
-        changed = replace(case, media={"image": picture(2, case.edge)})
+        changed = replace(case, media=case.other_media)
         assert stage(changed, where, "condition") != start[1]
     assert given(case, where) == start
 

@@ -327,7 +327,8 @@ def wan_transformer(
     )
 
 
-def _vace_transformer() -> Any:
+def vace_transformer() -> Any:
+    """A Wan transformer with two layers that look at a control video."""
     kind = diffusers.WanVACETransformer3DModel
     return wan_transformer(kind, num_layers=3, vace_layers=[0, 2], vace_in_channels=96)
 
@@ -337,7 +338,7 @@ def wan22(
 ) -> Path:
     """Write a Wan 2.2 model of two transformers; 64 x 64 pixels are 4 x 4 patches a frame."""
     torch.manual_seed(seed)
-    made = [_vace_transformer() if is_vace else wan_transformer(num_layers=2) for _ in range(2)]
+    made = [vace_transformer() if is_vace else wan_transformer(num_layers=2) for _ in range(2)]
     pipeline = diffusers.WanPipeline(
         transformer=made[0],
         transformer_2=made[1],

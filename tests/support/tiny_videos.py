@@ -14,7 +14,7 @@ import torch
 import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from tests.support.tiny_models import save, t5_config, wan_transformer
+from tests.support.tiny_models import save, t5_config, vace_transformer, wan_transformer
 from tests.support.tiny_tokenizers import byte_level_tokenizer, t5_tokenizer
 
 SAMPLE_RATE = 16_000
@@ -38,7 +38,11 @@ def wan(
         config: Of the transformers.
     """
     torch.manual_seed(seed)
-    made = [wan_transformer(num_layers=2, **config) for _ in range(num_transformers)]
+    is_vace = kind is diffusers.WanVACEPipeline
+    made = [
+        vace_transformer() if is_vace else wan_transformer(num_layers=2, **config)
+        for _ in range(num_transformers)
+    ]
     own: dict[str, Any] = {}
     if num_transformers == 2:
         own = {"transformer_2": made[1], "boundary_ratio": 0.875}

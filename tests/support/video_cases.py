@@ -25,6 +25,13 @@ def picture(seed: int, edge: int = 64) -> Image.Image:
     return Image.fromarray(corners).resize((edge, edge), Image.Resampling.BICUBIC)
 
 
+def half_masked(column: int, edge: int = 64) -> Image.Image:
+    """A mask that is white from a column on."""
+    levels = np.zeros((edge, edge), np.uint8)
+    levels[:, column:] = 255
+    return Image.fromarray(levels)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoCase:
     """A family's job.
@@ -63,6 +70,14 @@ class VideoCase:
     @property
     def family(self) -> Family:
         return family_named(self.name)
+
+    @property
+    def other_media(self) -> dict[str, Any]:
+        """Pictures that differ from `media`."""
+        return {
+            name: medium[::-1] if isinstance(medium, list) else picture(2, self.edge)
+            for name, medium in self.media.items()
+        }
 
     @property
     def sized(self) -> dict[str, Any]:
@@ -223,4 +238,21 @@ PICTURE_CASES = {
     )
 }
 
-VIDEO_CASES = TEXT_CASES | PICTURE_CASES
+VACE_CASES = {
+    "wan22-vace": replace(
+        TEXT_CASES["wan22"],
+        name="wan22-vace",
+        command="wan-vace",
+        build=partial(tiny_videos.wan, kind=diffusers.WanVACEPipeline, num_transformers=2),
+        loads=TEXT_CASES["wan22"].loads | {"condition": {"vae"}},
+        start={"conditioning_scale": 0.7},
+        task="video-conditioning",
+        media={
+            "video": [picture(n) for n in range(NUM_FRAMES)],
+            "mask": [half_masked(16 + n) for n in range(NUM_FRAMES)],
+            "reference_images": [picture(20, 48)],
+        },
+    )
+}
+
+VIDEO_CASES = TEXT_CASES | PICTURE_CASES | VACE_CASES
