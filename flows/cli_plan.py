@@ -12,9 +12,10 @@ from flows.machine import kept_rates
 from flows.model_settings import model_settings
 from flows.settings import RunSettings
 from stages.errors import RequestError
+from stages.families import FAMILIES, family_named
 from stages.forecast_records import ComponentForecast, ModelForecast
 from stages.forecasts import forecast_model
-from stages.models import resolve_model
+from stages.models import ModelDirectory, open_model, resolve_model
 from stages.offload_rules import choose_offload
 
 DEFAULT_STEPS = 8
@@ -36,6 +37,7 @@ def run(name: str, arguments: list[str]) -> int:
             raise RequestError(f"tflops is {options.tflops}, expected a positive number")
         rates = replace(rates, flops_per_s=options.tflops * 1e12, source=rates.source or "as given")
     directory = resolve_model(options.model)
+    _require_pictures(open_model(directory))
     own = model_settings(directory)
     steps, guidance = options.num_inference_steps, options.guidance_scale
     found = forecast_model(
@@ -60,6 +62,17 @@ def run(name: str, arguments: list[str]) -> int:
     else:
         _tell(found)
     return EXIT_OK if found.fits else EXIT_BAD_INPUT
+
+
+def _require_pictures(model: ModelDirectory) -> None:
+    """Refuse a model that makes videos: what a frame takes says nothing of what they take."""
+    for name in FAMILIES:
+        family = family_named(name)
+        if family.output == "videos" and model.class_name in (*family.models, family.pipeline):
+            raise RequestError(
+                f"model {model.directory} makes videos ({family.name}), but only pictures are "
+                "forecast so far; `exeunt doctor` tells what the machine has"
+            )
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

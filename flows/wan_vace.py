@@ -109,8 +109,8 @@ def wan_vace(
             encode(
                 label=short(text),
                 prompt=text,
-                negative_prompt=job.negative_prompt if job.is_guided else None,
-                do_classifier_free_guidance=job.is_guided,
+                negative_prompt=job.negative_prompt,
+                do_classifier_free_guidance=True,  # without it, these blocks of diffusers fail
                 max_sequence_length=job.max_sequence_length,
             )
             for text in job.prompts

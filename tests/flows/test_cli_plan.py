@@ -13,6 +13,7 @@ import pytest
 from flows.cli import main
 from flows.machine import keep_rates, kept_rates, machine_path
 from flows.settings import Home
+from stages.errors import RequestError
 from stages.forecast_records import Rates
 from tests.support import header_models
 
@@ -126,3 +127,12 @@ def test_planning_loads_no_torch_and_no_prefect(model: Path, home: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_model_of_videos_is_refused(tmp_path: Path) -> None:
+    from flows.cli_plan import run
+    from tests.support import tiny_videos
+
+    model = tiny_videos.wan(tmp_path / "model")
+    with pytest.raises(RequestError, match=r"makes videos \(wan\), but only pictures are forecast"):
+        run("plan", [str(model)])

@@ -6,10 +6,12 @@ import io
 import shutil
 from dataclasses import replace
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import av
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -26,9 +28,10 @@ from stages.phases import Handover, run_phase, split
 from stages.videos import frames, sound_of
 from stages.worker import handler_for
 from tests.stages.test_checkpoints import KillAt, Killed
+from tests.support import tiny_videos
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_videos import SAMPLE_RATE
-from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase
+from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase, picture
 from tests.support.whole_run import run_whole
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -193,6 +196,50 @@ def test_a_killed_loop_ends_with_the_bits_of_the_undisturbed_run(
     result, report, _ = run_stage(loop, where)
     assert result == expected
     assert (report["resumed_from_step"], report["steps"]["num_run"]) == (step, 4 - step)
+
+
+@pytest.mark.parametrize("case", TEXT_CASES.values(), ids=list(TEXT_CASES))
+def test_without_guidance_the_negative_prompt_changes_no_bit(
+    case: VideoCase, tiny: Any, tmp_path: Path
+) -> None:
+    """It is encoded all the same: most of these pipelines fail without its embeddings."""
+    where = context(tiny(case), tmp_path)
+    off = dict.fromkeys(case.family.guidance.values(), 1.0)
+    made = []
+    for negative, options in (("blurry", off), ("a robot", off), ("a robot", {})):
+        text = {"prompt": "a fox without quotes", "negative_prompt": negative}
+        embeds = stage(case, where, "encode", options=text)
+        latents = stage(case, where, "denoise", embeds, options=options)
+        held = unpack(ArtifactStore(where.store_url).path(latents.only())).handover.values
+        made.append([held[name] for name in case.family.carried])
+    assert all(map(torch.equal, made[0], made[1]))
+    assert not any(map(torch.equal, made[1], made[2]))
+
+
+def test_a_video_between_two_frames_equals_the_unsplit_pipeline(tmp_path: Path) -> None:
+    if find_spec("torchvision") is None:
+        pytest.skip("diffusers cuts the last picture with torchvision, which is not installed")
+    text = TEXT_CASES["wan"]
+    case = replace(
+        text,
+        name="wan-i2v",
+        task="first-and-last-frame",
+        media={"image": picture(1), "last_image": picture(2)},
+    )
+    model = tiny_videos.wan(
+        tmp_path / "model",
+        kind=diffusers.WanImageToVideoPipeline,
+        in_channels=36,
+        image_dim=16,
+        added_kv_proj_dim=24,
+        pos_embed_seq_len=2 * 17,  # the tokens of two pictures
+    )
+    for dtype in ("float32", "bfloat16"):
+        where = context(model, tmp_path)
+        latents = stage(case, where, "denoise", *given(case, where, dtype=dtype), dtype=dtype)
+        made = video_of(where, stage(case, where, "decode", latents, dtype=dtype))
+        expected = whole(case, model, dtype=getattr(torch, dtype))["videos"]
+        assert made == encode_mp4(frames(expected[0]), case.frame_rate)
 
 
 def test_phases_load_only_what_they_compute_with(case: VideoCase, tiny: Any) -> None:
