@@ -78,7 +78,7 @@ class ArtifactRef(Record):
     Attributes:
         digest: sha256 of the content, 64 hex digits.
         size: Bytes.
-        media_type: `application/vnd.safetensors`, `image/png`, `application/json`.
+        media_type: `application/vnd.safetensors`, `image/png`, `video/mp4`, `application/json`.
     """
 
     digest: Digest

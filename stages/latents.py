@@ -1,6 +1,7 @@
 """The one form in which latents cross the border, described so that it can be checked.
 
-Latents are unpacked, `(B, C, H, W)` or `(B, C, F, H, W)`, and scaled as the denoiser left
+Latents are unpacked, `(B, C, H, W)` or `(B, C, F, H, W)`, except those of LTX-2, whose pipeline
+unpacks picture `(B, L, C)` and sound in its decoder; and scaled as the denoiser left
 them: the decoder divides by `scaling_factor` and adds `shift_factor` (or undoes the mean and
 standard deviation per channel). The description names the numbers that the undoing depends
 on, and decode refuses latents whose numbers are not those of its VAE.

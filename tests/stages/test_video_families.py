@@ -124,6 +124,7 @@ def test_the_video_of_the_stages_is_that_of_the_unsplit_pipeline(
     assert made == encode_mp4(frames(expected["videos"][0]), case.frame_rate, sound)
 
 
+@pytest.mark.parametrize("case", TEXT_CASES.values(), ids=list(TEXT_CASES))
 def test_a_player_sees_the_frames_at_their_rate_and_hears_the_sound(
     case: VideoCase, tiny: Any, tmp_path: Path
 ) -> None:
@@ -286,6 +287,7 @@ def test_what_each_encoder_does_not_read_is_told(
         assert use["dropped_text"].endswith("hedgehog")
 
 
+@pytest.mark.parametrize("case", TEXT_CASES.values(), ids=list(TEXT_CASES))
 def test_a_model_that_moved_and_has_only_variant_weights_makes_the_same_bits(
     case: VideoCase, tiny: Any, tmp_path: Path
 ) -> None:
