@@ -17,9 +17,11 @@ from PIL import Image
 
 from flows.cli import FAMILIES
 from flows.cli_arguments import argument_texts
-from stages.errors import ModelError, RequestError
+from stages.errors import ModelError, RequestError, StageCrashed
 from stages.media import read_settings
+from tests.flows.test_resume import Killer
 from tests.support import tiny_videos
+from tests.support.chain import context, run_stage
 from tests.support.video_cases import (
     NUM_FRAMES,
     PROMPT,
@@ -335,3 +337,29 @@ def test_a_vace_of_one_transformer_is_refused(home: Path, tmp_path: Path) -> Non
     model = tiny_videos.wan(tmp_path / "model", kind=diffusers.WanVACEPipeline)
     with pytest.raises(ModelError, match=r"has one transformer, as Wan 2\.1 VACE has"):
         check(prompt="a fox", model=str(model), image="a.png")
+
+
+@pytest.mark.parametrize("name", ["wan22", "ltx2", "ltx from a picture"])
+def test_a_loop_killed_by_the_system_ends_with_the_undisturbed_bits_in_a_new_process(
+    name: str, tiny: Any, tmp_path: Path, launcher: Any
+) -> None:
+    """UniPC with its history and two transformers; two schedulers and two latents; Euler."""
+    from flows.session import StageSession
+    from tests.stages.test_video_families import asked, given
+
+    case, steps = VIDEO_CASES[name], 16 if name == "ltx2" else 64  # none is done too soon
+    options = {"num_inference_steps": steps}
+    plain = context(tiny(case), tmp_path / "undisturbed")
+    where = context(tiny(case), tmp_path / "killed", checkpoint_every_steps=1)
+    expected, _, _ = run_stage(
+        asked(case, plain, "denoise", *given(case, plain), options=options), plain
+    )
+    loop = asked(case, where, "denoise", *given(case, where), options=options)
+    killer = Killer(5)  # it goes on for some steps until it dies
+    with StageSession("denoise", launcher, on_event=killer) as session:
+        with pytest.raises(StageCrashed, match="SIGKILL"):
+            session.run(loop, where)
+        result, report = session.run(loop, where)
+    assert 5 <= report["resumed_from_step"] < steps
+    assert report["steps"]["num_run"] == steps - report["resumed_from_step"]
+    assert result == expected

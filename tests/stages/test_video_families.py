@@ -326,3 +326,14 @@ def test_sound_that_is_not_finite_is_refused_and_no_video_is_written(
     spoiled = StageResult(stage="denoise", artifacts={"latents": ref})
     with pytest.raises(BorderError, match=r"audio_latents .* NaN"):
         stage(case, where, "decode", spoiled)
+
+
+def test_a_video_larger_than_a_tile_may_be_decoded_in_tiles(tiny: Any, tmp_path: Path) -> None:
+    case = replace(TEXT_CASES["wan"], edge=288)  # a tile of its VAE has 256 pixels
+    where = context(tiny(case), tmp_path)
+    latents = stage(case, where, "denoise", *given(case, where))
+    at_once = stage(case, where, "decode", latents)
+    tiled = stage(case, where, "decode", latents, options={"tiling": True})
+    assert set(tiled.artifacts) == {"video-0", "tiling"}
+    assert tiled.artifacts["video-0"] != at_once.artifacts["video-0"]
+    assert stage(case, where, "decode", latents) == at_once
