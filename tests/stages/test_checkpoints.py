@@ -26,12 +26,14 @@ from stages.errors import BorderError
 from stages.worker import handler_for
 from tests.support import tiny_models
 from tests.support.chain import Heard, context, request, run_stage
+from tests.support.picture_tasks import KONTEXT
 from tests.support.tiny_families import CASES, Case
 
 # diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
 
 NUM_STEPS = 6
+TEXT_CASES = CASES | {KONTEXT.name: KONTEXT}
 
 
 class Killed(BaseException):
@@ -82,11 +84,11 @@ def files_of(where: StageContext) -> list[Path]:
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("float32", 4), ("bfloat16", 1)])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", sorted(TEXT_CASES))
 def test_every_family_ends_with_the_bits_of_the_undisturbed_run(
     tiny: Any, tmp_path: Path, name: str, dtype: str, step: int
 ) -> None:
-    case = CASES[name]
+    case = TEXT_CASES[name]
     plain = context(tiny(case), tmp_path / "undisturbed")
     where = context(tiny(case), tmp_path / "killed", checkpoint_every_steps=1)
     expected, _, _ = run_stage(loop_request(case, encoded(case, plain, dtype), dtype=dtype), plain)

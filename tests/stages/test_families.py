@@ -23,7 +23,7 @@ from stages.manifest import Manifest
 from stages.phases import Handover, run_phase, split
 from tests.support import tiny_models
 from tests.support.chain import context, request, run_stage
-from tests.support.picture_tasks import TASKS
+from tests.support.picture_tasks import KONTEXT, TASKS
 from tests.support.tiny_families import CASES, Case
 from tests.support.video_cases import VIDEO_CASES
 from tests.support.whole_run import run_whole
@@ -35,9 +35,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 TASK = "text-to-image"
 
 
-@pytest.fixture(params=sorted(CASES))
+TEXT_CASES = CASES | {KONTEXT.name: KONTEXT}  # an editor that paints without a picture, too
+
+
+@pytest.fixture(params=sorted(TEXT_CASES))
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    return TEXT_CASES[request.param]
 
 
 def whole(case: Case, model_dir: Path, output_type: str, *, dtype: torch.dtype) -> Any:
