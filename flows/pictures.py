@@ -62,30 +62,29 @@ def save_picture(
         strength: Share of the noise over the picture that it started from; None for none.
     """
     ref = image.artifacts["image-0"]
-    settings = None
-    if embed_settings:
-        settings = Settings(
-            prompt=prompt,
-            negative_prompt=negative_prompt,
-            seed=seed,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            strength=strength,
-            scheduler=run.model.components["scheduler"].class_name,
-            height=height,
-            width=width,
-            model=run.model_name,
-            model_hashes=run.model_hashes(),
-            family=run.family,
-            dtype=run.dtype,
-            versions=library_versions(),
-            artifacts={
-                f"{stage}.{role}": made.digest
-                for stage, result in stages.items()
-                for role, made in result.artifacts.items()
-            },
-        )
-    path = _save(run.store.read(ref), folder, settings, prompt, seed)
+    settings = Settings(
+        prompt=prompt,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        strength=strength,
+        scheduler=run.model.components["scheduler"].class_name,
+        height=height,
+        width=width,
+        model=run.model_name,
+        model_hashes=run.model_hashes(),
+        family=run.family,
+        dtype=run.dtype,
+        versions=library_versions(),
+        artifacts={
+            f"{stage}.{role}": made.digest
+            for stage, result in stages.items()
+            for role, made in result.artifacts.items()
+        },
+    )
+    path = _save(run.store.read(ref), folder, settings if embed_settings else None, prompt, seed)
+    run.keep_item(path, ref, settings)
     run.display.saved(str(path))
     return Picture(path=str(path), prompt=prompt, seed=seed, digest=ref.digest)
 

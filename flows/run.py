@@ -8,10 +8,13 @@ retires the phase's process, and its memory is back.
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from flows.cache import open_store
@@ -19,12 +22,21 @@ from flows.display import Display, current_display
 from flows.fallbacks import Shortage
 from flows.launch import shared_launcher
 from flows.progress import report_progress
+from flows.reports.journal import Journal, JournalDisplay
 from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
-from stages.contracts import OffloadChoice, StageContext, StageName, StageRequest, StageResult
-from stages.errors import RequestError, StageOutOfMemory
+from stages.contracts import (
+    ArtifactRef,
+    OffloadChoice,
+    StageContext,
+    StageName,
+    StageRequest,
+    StageResult,
+)
+from stages.errors import RequestError, StageError, StageOutOfMemory
 from stages.manifest import Manifest
+from stages.media import Settings
 from stages.models import ModelDirectory
 from stages.protocol import Done, Failed, Progress, Ready, Warn
 from stages.safetensors_header import read_header
@@ -77,8 +89,21 @@ class Phase:
         if self._run.fresh and self._stage == "denoise":  # its own ones still serve its retries
             self._run.store.checkpoints(request).clear()
         start = time.perf_counter()
-        result = self._result(request)
+        about = {"stage": self._stage, "label": label, "request_digest": request.digest}
+        try:
+            result = self._result(request)
+        except StageError as error:
+            kind = type(error).__name__
+            self._run.journal.write("failure", **about, error=kind, message=str(error))
+            raise
         elapsed_s = time.perf_counter() - start
+        self._run.journal.write(
+            "request",
+            **about,
+            cached=not self._ran,
+            elapsed_s=round(elapsed_s, 6),
+            artifacts={role: ref.digest for role, ref in result.artifacts.items()},
+        )
         self._run.display.request_ends(
             self._stage, label, cached=not self._ran, elapsed_s=elapsed_s
         )
@@ -163,7 +188,6 @@ class Run:
         self.model_name = model_name
         self.fresh, self.timeout_s, self.may_tile = fresh, timeout_s, may_tile
         self.store = open_store(settings.store_url)
-        self.display: Display = current_display()
         self.context = StageContext.model_validate(
             {
                 "model_dir": str(model.directory),
@@ -177,9 +201,29 @@ class Run:
                 "run_id": run_id,
             }
         )
-        self._num_reports = 0
+        display = current_display()
+        self.reports_folder = settings.home.reports / (run_id or "unnamed")
+        self.journal = Journal(self.reports_folder, self._header(), display.warn)
+        self.display: Display = JournalDisplay(display, self.journal)
+        self._num_reports = len(list(self.reports_folder.glob("*.json")))  # of an earlier attempt
         self._verified: set[str] = set()
         shared_launcher(settings.launch).expect(family)
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "run_id": self.context.run_id,
+            "family": self.family,
+            "task": self.task,
+            "model": self.model_name,
+            "dtype": self.dtype,
+            "device": self.context.device,
+            "offload": self.context.offload.preset,
+            "fresh": self.fresh,
+            "host": platform.node(),
+            "store": self.store.url,
+            "exeunt": metadata.version("exeunt"),
+            "libraries": library_versions(),
+        }
 
     @contextmanager
     def phase(self, stage: StageName, num_requests: int = 1) -> Iterator[Phase]:
@@ -267,9 +311,20 @@ class Run:
         self._verified.add(name)
         return found
 
+    def keep_item(self, path: Path, ref: ArtifactRef, settings: Settings) -> None:
+        """Note a saved file and how it was made in the run's journal."""
+        self.journal.write(
+            "item",
+            path=str(path),
+            digest=ref.digest,
+            media_type=ref.media_type,
+            settings=json.loads(settings.as_json()),
+            parameters=settings.as_parameters(),
+        )
+
     def keep_report(self, request: StageRequest, report: dict[str, Any]) -> None:
         """Write a stage's report where `exeunt report` finds it; a disk that cannot is no error."""
-        folder = self.settings.home.root / "reports" / (self.context.run_id or "unnamed")
+        folder = self.reports_folder
         self._num_reports += 1
         path = folder / f"{self._num_reports:05d}-{request.stage}.json"
         partial = path.with_suffix(".partial")

@@ -75,6 +75,7 @@ def save_video(
         **settings,
     )
     path = _save(run.store.read(ref), folder, full if embed_settings else None, prompt, seed)
+    run.keep_item(path, ref, full)
     run.display.saved(str(path))
     return Video(path=str(path), prompt=prompt, seed=seed, digest=ref.digest)
 

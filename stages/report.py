@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from stages.contracts import StageContext, StageRequest
+from stages.memory_samples import MemorySamples, host_bytes
 
 SCHEMA = "exeunt.stage-report/1"
 LIBRARIES = ("exeunt", "torch", "diffusers", "transformers", "safetensors")
@@ -37,13 +37,15 @@ class RunTracker:
         self.facts: dict[str, Any] = {}
         if self._on_cuda():
             self._cuda().reset_peak_memory_stats()
+        self._samples = MemorySamples(self._device_used_bytes if self._on_cuda() else None)
 
     @contextmanager
     def host_phase(self, name: str) -> Iterator[None]:
         """Time a part of the request, such as `load` or `run`; kept also when it fails."""
         start = time.perf_counter()
         try:
-            yield
+            with self._samples.taken():
+                yield
         finally:
             self._host_phases.append(
                 {
@@ -76,6 +78,7 @@ class RunTracker:
             "host_phases": self._host_phases,
             "steps": self._steps(),
             "memory": {**host_memory(), **self._device_memory()},
+            "memory_samples": self._samples.columns(),
             "versions": library_versions(),
             "warnings": self.warnings,
             "fallbacks": list(self._context.fallbacks),
@@ -106,6 +109,10 @@ class RunTracker:
             return str(self._cuda().get_device_name(self._context.device))
         return platform.processor() or platform.machine()
 
+    def _device_used_bytes(self) -> int:
+        free, total = self._cuda().mem_get_info(self._context.device)
+        return int(total - free)
+
     def _device_memory(self) -> dict[str, int]:
         if not self._on_cuda():
             return {}
@@ -119,17 +126,7 @@ class RunTracker:
 def host_memory() -> dict[str, int]:
     """This process's resident memory by kind, and its peak, in bytes (Linux)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"peak_rss_bytes": peak}
-    names = {"RssAnon": "anonymous_bytes", "RssFile": "file_backed_bytes", "VmLck": "locked_bytes"}
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        key, _, rest = line.partition(":")
-        if key in names:
-            found[names[key]] = int(rest.split()[0]) * 1024
-    return found
+    return {"peak_rss_bytes": peak, **host_bytes()}
 
 
 def library_versions() -> dict[str, str]:

@@ -76,7 +76,12 @@ def test_a_store_may_be_a_plain_folder(tmp_path: Path) -> None:
 
 def test_an_empty_variable_counts_as_unset() -> None:
     names = [f"EXEUNT_{name}" for name in ("HOME", "STORE", "LAUNCH", "DEVICE")]
-    names += ["EXEUNT_ALLOW_URLS", "EXEUNT_CHECKPOINT_EVERY_STEPS", "EXEUNT_CHECKPOINT_EVERY_S", "XDG_DATA_HOME"]
+    names += [
+        "EXEUNT_ALLOW_URLS",
+        "EXEUNT_CHECKPOINT_EVERY_STEPS",
+        "EXEUNT_CHECKPOINT_EVERY_S",
+        "XDG_DATA_HOME",
+    ]
     assert RunSettings.from_env(dict.fromkeys(names, "")) == RunSettings.from_env({})
 
 
