@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddo.blocks import Block, Member
 from ddo.compiled import compiled_code
@@ -25,12 +25,14 @@ class Structure:
         self._buffers = [child._buffers for child in children]
         self._known = self._parts()
         self._members: list[Member] = []
+        self._tensors: list[Tensor] = []
         self._pages: PageFlags | None = None
         self._is_forgotten = False
 
     def watch(self, blocks: Sequence[Block]) -> None:
         """Compare these blocks' weights as well: whether their data are what was bound."""
         self._members = [member for block in blocks for member in block.members]
+        self._tensors = [member.tensor for member in self._members]
         self._pages = PageFlags()
 
     def forget(self) -> None:
@@ -48,7 +50,7 @@ class Structure:
         return (
             not self._is_forgotten
             and self._parts() == self._known
-            and not any(member.tensor.data_ptr() != member.bound for member in self._members)
+            and list(map(Tensor.data_ptr, self._tensors)) == [m.bound for m in self._members]
         )
 
     def _parts(self) -> tuple[list[int], int, list[int]]:

@@ -94,7 +94,7 @@ def test_weights_packed_for_the_cpu_are_refused_or_resident_and_given_back():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_blocks_compiled_by_inductor_stream_with_equal_results(mode, backend, monkeypatch):
     """With `reduce-overhead` torch records CUDA graphs at the weights' addresses."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no processes of its own
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of its own
     torch._dynamo.reset()
     torch.manual_seed(0)
     tower = quantized.Tower(WIDTH, 6).to(torch.bfloat16).eval().requires_grad_(False)
