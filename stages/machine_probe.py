@@ -26,6 +26,10 @@ def probe(device: str) -> dict[str, Any]:
     from ddo.host_memory import read_host_memory
     from ddo.native_facts import native_facts
 
+    if device != "cpu":
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        import torch  # before the driver is opened: torch 2.11 crashes while it is imported after
+
     _, _, ordinal = device.partition(":")
     facts = native_facts(int(ordinal or 0))
     found: dict[str, Any] = {
@@ -39,8 +43,6 @@ def probe(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return found
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
 
     found["torch"] = {"version": str(torch.__version__), "cuda": torch.version.cuda}
     if not torch.cuda.is_available():
