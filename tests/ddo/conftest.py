@@ -1,11 +1,14 @@
-"""Torch with one thread: the tensors are tiny, and threads would only wait for each other."""
+"""Torch with one thread: the tensors are tiny, and threads would only wait for each other.
+
+For this folder alone: elsewhere bits are compared with those of processes with all threads.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def one_thread():
     import torch
 

@@ -130,7 +130,7 @@ class FakeBackend:
     def synchronize(self, fence):
         with self.lock:
             self.num_host_waits += 1
-            self.wait(fence)
+            FakeBackend.wait(self, fence)  # under the lock nobody may wait for other threads
             for stream in {*self.clocks, COPY}:  # whatever is enqueued from now on
                 self._merge(stream, fence.clock)
 

@@ -6,6 +6,7 @@ import _thread
 import gc
 import json
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -230,6 +231,15 @@ def expected_layers(net, session, order, x):
         return [twin.layers[k](x) for k in order]
 
 
+@pytest.fixture
+def interruptible():
+    """What a shell starts in the background begins with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_while_a_disk_hangs_gets_through(net):
     """And what was being read arrives before the module is given back."""
     expected, before = run(net), photograph(net)
