@@ -14,7 +14,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,23 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
 _SAY_SO_AFTER_S = 5.0
+GIVE_UP_AFTER_S = 1.0
+
+_while_waiting: ContextVar[Callable[[], None] | None] = ContextVar("while_waiting", default=None)
+
+
+@contextmanager
+def while_waiting(give_up: Callable[[], None]) -> Iterator[None]:
+    """Within the block, who waits long for a lock calls `give_up` once.
+
+    Two runs that share a device would otherwise wait for each other: one holds the lock of a
+    result and waits for the device, the other one's idle process holds the device.
+    """
+    token = _while_waiting.set(give_up)
+    try:
+        yield
+    finally:
+        _while_waiting.reset(token)
 
 
 class _Held(NamedTuple):
@@ -80,6 +99,7 @@ class FlockLockManager:
         del hold_timeout
         started = time.monotonic()
         wait_s, said_so = _FIRST_WAIT_S, False
+        give_up = _while_waiting.get()
         while True:
             with self._mutex:
                 if (held := self._held.get(key)) is not None:
@@ -91,6 +111,9 @@ class FlockLockManager:
             waited = time.monotonic() - started
             if acquire_timeout is not None and waited >= acquire_timeout:
                 return False
+            if waited >= GIVE_UP_AFTER_S and give_up is not None:
+                give_up()
+                give_up = None
             if waited >= _SAY_SO_AFTER_S and not said_so:
                 said_so = True
                 logger.info("waiting for another run that is computing %s", key)

@@ -21,6 +21,7 @@ from flows.cache import open_store
 from flows.display import Display, current_display
 from flows.fallbacks import Shortage
 from flows.launch import shared_launcher
+from flows.locks import while_waiting
 from flows.progress import report_progress
 from flows.reports.journal import Journal, JournalDisplay
 from flows.session import StageSession
@@ -61,7 +62,7 @@ class Phase:
         if run.fresh:
             self._task = self._task.with_options(refresh_cache=True)
         self._shortage = Shortage(
-            lambda request, context: self._task(request, self, context),
+            self._run_task,
             run.display.warn,
             may_tile=run.may_tile,
         )
@@ -126,9 +127,15 @@ class Phase:
         if self._shortage.is_expected(request) and not self._is_known(request):
             return self._shortage.run_with_less(request, context)
         try:
-            return self._task(request, self, context)
+            return self._run_task(request, context)
         except StageOutOfMemory as error:
             return self._shortage.run_with_less(request, context, error)
+
+    def _run_task(self, request: StageRequest, context: StageContext) -> StageResult:
+        # A run that computes this very result may be waiting for the device that our idle
+        # process holds: while we wait for the result, the process goes.
+        with while_waiting(self._session.rest):
+            return self._task(request, self, context)
 
     def _is_known(self, request: StageRequest) -> bool:
         return not self._run.fresh and self._run.store.lookup(request) is not None

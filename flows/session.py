@@ -110,6 +110,19 @@ class StageSession:
             raise self._failure(answer)
         return answer.result, answer.report
 
+    def rest(self) -> None:
+        """Retire an idle process, so that its device is free; the next `run` starts another."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            with self._state:
+                process, self._process = self._process, None
+            if process is not None:
+                process.retire(self._grace_s)
+                process.release()
+        finally:
+            self._turn.release()
+
     def close(self) -> None:
         """Retire the process; a request in progress is cancelled, and none can start after.
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from prefect.locking.protocol import LockManager
 
-from flows.locks import FlockLockManager
+from flows import locks
+from flows.locks import FlockLockManager, while_waiting
 
 # Takes locks without importing Prefect, so that a process costs milliseconds.
 HOLDER = """
@@ -172,6 +173,36 @@ def test_a_killed_holder_leaves_its_lock_to_the_waiter(manager: FlockLockManager
         waiter.join()
     assert got == [True]
     manager.release_lock("denoise/ab", "me")
+
+
+def test_two_runs_that_hold_what_the_other_one_needs_both_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One holds a result's lock and waits for the device; the other's idle process holds that."""
+    monkeypatch.setattr(locks, "GIVE_UP_AFTER_S", 0.05)
+    one, other = FlockLockManager(tmp_path), FlockLockManager(tmp_path)
+    device = threading.Lock()
+    one.acquire_lock("denoise/ab", "one")
+    device.acquire()  # by the process that the other one keeps from its last row
+
+    def compute() -> None:
+        with device:
+            one.release_lock("denoise/ab", "one")
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    with while_waiting(device.release):
+        assert other.acquire_lock("denoise/ab", "other", acquire_timeout=10)
+    computing.join()
+    other.release_lock("denoise/ab", "other")
+
+
+def test_nothing_is_given_up_for_a_lock_that_is_free(manager: FlockLockManager) -> None:
+    given_up: list[str] = []
+    with while_waiting(lambda: given_up.append("device")):
+        assert manager.acquire_lock("k", "me")
+        manager.release_lock("k", "me")
+    assert given_up == []
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(

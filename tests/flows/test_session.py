@@ -51,6 +51,27 @@ def test_one_process_serves_many_requests(launcher: Launcher) -> None:
     assert launcher.num_processes_started["encode"] == before + 1
 
 
+def test_a_session_that_rests_gives_its_process_up_and_goes_on_in_another(
+    launcher: Launcher,
+) -> None:
+    with StageSession("encode", launcher) as session:
+        session.rest()  # before the first request: nothing to give up
+        first = ask(session, "echo")["pid"]
+        session.rest()
+        assert wait_for_death(first)
+        assert ask(session, "echo")["pid"] != first
+
+
+def test_a_session_at_work_does_not_rest(launcher: Launcher) -> None:
+    asked: list[StageSession] = []
+    with StageSession(
+        "encode", launcher, on_event=lambda event: asked[0].rest() if asked else None
+    ) as session:
+        asked.append(session)
+        first = ask(session, "events", 3)["pid"]
+        assert ask(session, "echo")["pid"] == first
+
+
 def test_no_process_starts_without_a_request(launcher: Launcher) -> None:
     with StageSession("condition", launcher):
         pass

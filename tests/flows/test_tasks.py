@@ -16,6 +16,8 @@ from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.cache import stage_key
+from flows.locks import FlockLockManager, while_waiting
 from flows.tasks import stage_task
 from stages.contracts import StageContext, StageRequest, StageResult
 from stages.errors import (
@@ -205,6 +207,19 @@ def test_of_five_racers_on_one_key_one_computes(where: StageContext) -> None:
         return sorted(str(future.state.name) for future in futures)
 
     assert race() == ["Cached"] * 4 + ["Completed"]
+    assert len(session.ran) == 1
+
+
+def test_a_task_that_waits_for_a_result_gives_its_device_up(
+    where: StageContext, home: Path
+) -> None:
+    """Else the run that makes the result, and needs the device, would wait for this one."""
+    elsewhere = FlockLockManager(home / "locks")
+    request, session = encode_request(), FakeSession()
+    elsewhere.acquire_lock(stage_key(request), "another run")
+
+    with while_waiting(lambda: elsewhere.release_lock(stage_key(request), "another run")):
+        assert one(request, session, where).is_completed()
     assert len(session.ran) == 1
 
 
