@@ -1,0 +1,120 @@
+"""Finished files: from the store into a folder, with their settings inside, and listed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from flows.run import Run
+from stages.contracts import ArtifactRef, Record, StageResult
+from stages.media import Settings
+from stages.report import library_versions
+from stages.rules import escape_for_terminal
+
+logger = logging.getLogger(__name__)
+
+MOST_LISTED = 500
+
+
+class SavedFile(Record):
+    """A picture or a video that was saved.
+
+    Attributes:
+        path: Absolute path of the file.
+        prompt: What it was made for.
+        seed: Its own seed, exact.
+        digest: sha256 of it in the store, without the settings written into the file.
+    """
+
+    path: str
+    prompt: str
+    seed: int
+    digest: str
+
+
+def save_file(
+    run: Run,
+    ref: ArtifactRef,
+    write: Callable[..., Path],
+    folder: Path,
+    *,
+    embed_settings: bool,
+    prompt: str,
+    seed: int,
+    stages: Mapping[str, StageResult],
+    **settings: Any,
+) -> dict[str, Any]:
+    """Write an artifact into `folder` under a safe name that nothing else has.
+
+    Args:
+        write: `stages.media.write_png` or its like.
+        embed_settings: Write all settings into the file.
+        stages: Result of each stage, to name the artifacts it came from.
+        settings: The rest of `stages.media.Settings`.
+
+    Returns:
+        The fields of `SavedFile`.
+    """
+    full = Settings(
+        prompt=prompt,
+        seed=seed,
+        scheduler=run.model.components["scheduler"].class_name,
+        model=run.model_name,
+        model_hashes=run.model_hashes(),
+        family=run.family,
+        dtype=run.dtype,
+        versions=library_versions(),
+        artifacts={
+            f"{stage}.{role}": made.digest
+            for stage, result in stages.items()
+            for role, made in result.artifacts.items()
+        },
+        **settings,
+    )
+    embedded = full if embed_settings else None
+    path = _save(run.store.read(ref), write, folder, embedded, prompt, seed)
+    run.keep_item(path, ref, full)
+    run.display.saved(str(path))
+    return {"path": str(path), "prompt": prompt, "seed": seed, "digest": ref.digest}
+
+
+def list_files(files: Sequence[SavedFile], noun: str) -> None:
+    """Show a run's files as a table on the run's page; a server that cannot is no error.
+
+    Args:
+        noun: What they are: `pictures` or `videos`.
+    """
+    table = [
+        {
+            "file": each.path,
+            "prompt": escape_for_terminal(each.prompt, limit=200),
+            "seed": str(each.seed),  # a browser would round a number of twenty digits
+            "artifact": each.digest[:16],
+        }
+        for each in files[:MOST_LISTED]
+    ]
+    description = f"{len(files)} {noun}"
+    if len(files) > len(table):
+        description += f", the first {len(table)} are listed"
+    try:
+        create_table_artifact(table, key=noun, description=description)
+    except Exception as error:  # whatever the server says, the files are there
+        logger.warning("the run's page shows no table of its %s: %r", noun, error)
+
+
+@task(name="save", task_run_name="save-{seed}", persist_result=False, cache_policy=NO_CACHE)
+def _save(
+    content: bytes,
+    write: Callable[..., Path],
+    folder: Path,
+    settings: Settings | None,
+    prompt: str,
+    seed: int,
+) -> Path:
+    return write(content, folder, prompt=prompt, seed=seed, settings=settings)
