@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flows.from_pictures import Start, given
+from flows.from_pictures import Start, condition
 from stages import rules
 from stages.contracts import StageResult
 from stages.errors import DependencyError, RequestError
@@ -125,29 +125,8 @@ def condition_videos(
 ) -> list[tuple[StageResult, ...]]:
     """The condition phase: what the denoiser starts from, for each video.
 
-    A family that draws here encodes its pictures once a seed, any other once for all.
-
     Args:
         embeds: One per prompt.
         options: What only this family's pipeline takes.
     """
-    if not job.media:
-        return [() for _ in job.pictures]
-    facts = run.manifest.phases["condition"]
-    draws, reads_prompt = "condition" in job.family.drawing, bool(facts.inputs)
-    every = {**job.lengths, **options}
-    taken = {name: value for name, value in every.items() if name in facts.options}
-    pictures = given(run, job, "condition")
-    keys = [(n if reads_prompt else 0, seed if draws else None) for n, seed in job.pictures]
-    with run.phase("condition", len(set(keys))) as condition:
-        made = {
-            (n, seed): condition(
-                pictures,
-                *([embeds[n]] if reads_prompt else []),
-                label="picture" if seed is None else f"picture, seed {seed}",
-                seed=seed,
-                **taken,
-            )
-            for n, seed in dict.fromkeys(keys)
-        }
-    return [(made[key],) for key in keys]
+    return condition(run, job, embeds, **job.lengths, **options)

@@ -206,32 +206,46 @@ def condition_pictures(
 ) -> list[tuple[StageResult, ...]]:
     """The condition phase: what the denoiser starts from, for each picture to be painted.
 
-    A family that draws here encodes the picture once a seed, any other once. It is encoded once
-    a prompt only if its blocks look at the prompt, too.
+    Args:
+        embeds: One per prompt.
+    """
+    return condition(
+        run,
+        job,
+        embeds,
+        height=job.height,
+        width=job.width,
+        padding_mask_crop=job.start.padding_mask_crop,
+    )
+
+
+def condition(
+    run: Run, job: Job, embeds: Sequence[StageResult], **options: Any
+) -> list[tuple[StageResult, ...]]:
+    """The condition phase of pictures and of videos; empty for a run from a prompt.
+
+    A family that draws here encodes what was given once a seed, any other once. It is encoded
+    once a prompt only if its blocks look at the prompt, too.
 
     Args:
         embeds: One per prompt.
+        options: Of these, those that the phase's blocks take.
     """
     if not job.media:
         return [() for _ in job.pictures]
     facts = run.manifest.phases["condition"]
     draws, reads_prompt = "condition" in job.family.drawing, bool(facts.inputs)
-    every = {
-        "height": job.height,
-        "width": job.width,
-        "padding_mask_crop": job.start.padding_mask_crop,
-    }
-    options = {name: value for name, value in every.items() if name in facts.options}
-    pictures = given(run, job, "condition")
+    taken = {name: value for name, value in options.items() if name in facts.options}
+    media = given(run, job, "condition")
     keys = [(n if reads_prompt else 0, seed if draws else None) for n, seed in job.pictures]
-    with run.phase("condition", len(set(keys))) as condition:
+    with run.phase("condition", len(set(keys))) as phase:
         made = {
-            (n, seed): condition(
-                pictures,
+            (n, seed): phase(
+                media,
                 *([embeds[n]] if reads_prompt else []),
                 label="picture" if seed is None else f"picture, seed {seed}",
                 seed=seed,
-                **options,
+                **taken,
             )
             for n, seed in dict.fromkeys(keys)
         }

@@ -17,10 +17,10 @@ Launch = Literal["forkserver", "spawn"]
 
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
-# What a driver puts there for any process that may use the GPU; the second one is WSL's.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTING = re.compile(r"\w+:(\[[^\[\]]*\]|[^\s,:\[\]]+)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # outside of brackets
+# What a driver puts there for any process that may use the GPU; the second one is WSL's.
 _GPU_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 

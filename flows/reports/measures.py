@@ -8,13 +8,14 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from flows.reports.data import OTHER, Band, Found, Line, StageTotal
+from stages.contracts import StageName
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("inspect", "encode", "condition", "denoise", "decode")
+STAGES = get_args(StageName)
 MOST_POINTS = 600
 """Points of a line: more than a screen shows; of several in one place the highest is kept."""
 
