@@ -16,7 +16,7 @@ using cuda::Status;
 /// libcuda.so.1, held open for as long as a table points into it.
 class Library {
   public:
-    Library() : handle_(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) {
+    Library() : handle_(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)) {
         if (handle_ == nullptr) {
             const char* message = dlerror();
             throw DriverUnavailable(std::string("no CUDA driver: ") +
