@@ -158,3 +158,16 @@ def test_a_page_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match=r"cannot be written to .*--output"):
         write_page(report_with(), tmp_path / "file" / "report.html")
+
+
+def test_a_run_that_found_every_result_has_a_page(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.journal.write("phase_begins", stage="decode", num_requests=1)
+    run.request("decode", "a", cached=True, elapsed_s=0.1)
+    run.journal.write("phase_ends", stage="decode")
+    run.picture("a.png", "a fox", digest="a")
+    html = page(run_report(run.folder), run.pictures)
+    (row,) = re.findall(r'<tr><th scope="row">decode</th>.*?</tr>', html, re.S)
+    cells = re.findall(r'<td class="number">(.*?)</td>', row)
+    assert cells == ["0", "1", "", "", "", ""]
+    assert items_in(html)[0]["cached"] is True
