@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.shell import run_bash
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
@@ -36,16 +38,7 @@ def test_the_commands_of_a_tutorial_run(page: Path, tmp_path: Path) -> None:
     assert blocks
     try:
         for block in blocks:
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block],
-                cwd=tmp_path,
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=240,
-                check=False,
-            )
-            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+            run_bash(block, tmp_path, environ)
     finally:
         subprocess.run(["exeunt", "down"], env=environ, capture_output=True, check=False)
     assert list((tmp_path / "pictures").glob("*.png"))

@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.shell import run_bash
 from tests.support.tiny_families import CASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-family.md"
@@ -83,22 +83,9 @@ def test_the_family_of_the_page_paints_the_unsplit_pipelines_picture(
         "PREFECT_API_URL": prefect_server,
     }
 
-    def run(script: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
-
-    asked = run(ask)
+    asked = run_bash(ask, tmp_path, environ)
     assert "denoise.denoise" in asked and "text_encoder" in asked
-    run(paint)
+    run_bash(paint, tmp_path, environ)
     (picture,) = (tmp_path / "pictures").glob("*.png")
     case = CASES["z-image"]
     whole = run_whole(

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("native", reason="the native extension is not built")
 
-from stages import execute, offload
+from stages import offload
 from stages.contracts import OffloadChoice, StageContext
 from stages.models import MINIATURE
 from tests.support.chain import context, run_stage
 from tests.support.fake_gpu import FakeDevices
+from tests.support.kept_pipes import drop_kept
 from tests.support.picture_tasks import TASKS, PictureTask, chain
 
 RESERVE = 8 << 10  # bytes
@@ -35,11 +36,6 @@ def nothing_kept() -> Iterator[None]:
     drop_kept()
     yield
     drop_kept()
-
-
-def drop_kept() -> None:
-    while execute._KEPT:
-        execute._KEPT.pop().placement.detach()
 
 
 def conditioned(task: PictureTask, where: StageContext) -> tuple[Any, dict[str, Any]]:

@@ -26,7 +26,7 @@ from tests.support.chain import context, request, run_stage
 from tests.support.picture_tasks import KONTEXT, TASKS
 from tests.support.tiny_families import CASES, Case
 from tests.support.video_cases import VIDEO_CASES
-from tests.support.whole_run import run_whole
+from tests.support.whole_run import loaded_by_phase, run_whole
 
 # diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -117,17 +117,7 @@ def test_a_job_in_a_batch_has_the_bits_it_has_alone(case: Case, tiny: Any, tmp_p
 
 def test_phases_load_only_what_they_compute_with(case: Case, tiny: Any) -> None:
     graph = split(case.family, TASK)
-    loaded = {
-        phase: {
-            name
-            for name, part in bind(
-                graph, phase, tiny(case), dtype=torch.float32, device="cpu"
-            ).components.items()
-            if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
-        }
-        for phase in graph.phases
-    }
-    assert loaded == case.loads
+    assert loaded_by_phase(graph, tiny(case)) == case.loads
 
 
 def test_inspect_finds_a_familys_files_whole(case: Case, tiny: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.ddo.modules import assert_same, make_net, photograph, run
 from tests.support import tiny_models
 from tests.support.chain import context, request, run_stage
 from tests.support.fake_gpu import FakeDevices
+from tests.support.kept_pipes import drop_kept
 
 TEXT = {
     "prompt": "a small red fox",
@@ -49,11 +50,6 @@ def nothing_kept() -> Iterator[None]:
     drop_kept()
     yield
     drop_kept()
-
-
-def drop_kept() -> None:
-    while execute._KEPT:
-        execute._KEPT.pop().placement.detach()
 
 
 @pytest.fixture

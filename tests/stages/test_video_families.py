@@ -32,7 +32,7 @@ from tests.support import tiny_videos
 from tests.support.chain import context, request, run_stage
 from tests.support.tiny_videos import SAMPLE_RATE
 from tests.support.video_cases import NUM_FRAMES, TEXT_CASES, VIDEO_CASES, VideoCase, picture
-from tests.support.whole_run import run_whole
+from tests.support.whole_run import loaded_by_phase, run_whole
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -245,17 +245,7 @@ def test_a_video_between_two_frames_equals_the_unsplit_pipeline(tmp_path: Path) 
 
 def test_phases_load_only_what_they_compute_with(case: VideoCase, tiny: Any) -> None:
     graph = split(case.family, case.task)
-    loaded = {
-        phase: {
-            name
-            for name, part in bind(
-                graph, phase, tiny(case), dtype=torch.float32, device="cpu"
-            ).components.items()
-            if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
-        }
-        for phase in graph.phases
-    }
-    assert loaded == case.loads
+    assert loaded_by_phase(graph, tiny(case)) == case.loads
 
 
 def test_inspect_finds_a_familys_files_whole(case: VideoCase, tiny: Any, tmp_path: Path) -> None:

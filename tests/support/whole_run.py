@@ -1,4 +1,4 @@
-"""The reference of every bit-equality test: one pipeline, one process, nothing staged."""
+"""What stages are compared with: one pipeline in one process, and what each phase loads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from stages.components import component_names, renew_job_state
+from stages.components import bind, component_names, renew_job_state
 from stages.families import Family
+from stages.phases import Graph
 
 
 def run_whole(
@@ -35,3 +36,17 @@ def run_whole(
     renew_job_state(pipe, guidance)
     generator = torch.Generator("cpu").manual_seed(seed)
     return pipe(**options, generator=generator, output=output or family.output)
+
+
+def loaded_by_phase(graph: Graph, model_dir: Path) -> dict[str, set[str]]:
+    """The components that each phase loads with their weights."""
+    return {
+        phase: {
+            name
+            for name, part in bind(
+                graph, phase, model_dir, dtype=torch.float32, device="cpu"
+            ).components.items()
+            if isinstance(part, torch.nn.Module) and not next(part.parameters()).is_meta
+        }
+        for phase in graph.phases
+    }
