@@ -56,6 +56,10 @@ class StreamedLayers:
         self._streams = plan.mode == "stream"
         self._streamer.apply(plan, uses)
 
+    def expect(self, plan: OffloadPlan) -> None:
+        """Take new predictions for the plan in force."""
+        self._streamer.expect(plan)
+
     def watch(self, *, everything: bool) -> None:
         """Hook the layers whose blocks stream; all layers, for steps that are profiled."""
         self._hooks.remove()

@@ -39,7 +39,7 @@ from ddo.weight_files import WeightFiles
 
 ENTRY_POINTS = ("forward", "encode", "decode")
 
-_HURRY_S = 0.02  # steps that follow each other sooner leave no time to look before them
+_HURRY_S = 0.5  # steps that follow each other sooner leave no time to look before them
 _PROFILED_STEPS = 3  # the first shows the order, two more the times of that order
 
 
@@ -326,6 +326,8 @@ class OffloadSession:
                 self._layers.recorder = None  # what it would see are two steps at once
                 self._metrics.fall_back("threads", "two threads ran steps at once")
                 return
+            copied_bytes = self._layers.copied_bytes()
+            self._layers.begin_step()  # first of all: the link may have nothing to do until then
             is_hurried = time.perf_counter() - self._last_end_s < _HURRY_S
             if not self._structure.is_same() or (not is_hurried and self._structure.is_rewritten()):
                 self._take_over_again()
@@ -336,8 +338,7 @@ class OffloadSession:
             self._layers.recorder = None
             if self._num_to_profile and self._profiled is None:
                 self._layers.recorder = Recorder(self._backend)
-            self._layers.begin_step()
-            self._metrics.begin_step(self._layers.copied_bytes())
+            self._metrics.begin_step(copied_bytes)
             self._num_active = 1
 
     def end_step(self, *, is_complete: bool) -> None:
@@ -395,6 +396,7 @@ class OffloadSession:
             self._enforce(found.plan)
         else:
             self._plan = found
+            self._layers.expect(found)
             if self._planner.knows_times or profile.compute_s is None:
                 self._num_to_profile = 0
             if not self._num_to_profile:

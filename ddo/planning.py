@@ -81,6 +81,7 @@ class OffloadPlan:
         streamed_bytes: Bytes copied in every step: `S`.
         ring_bytes: Device bytes of the ring.
         ring_laps: How often a step goes round the ring.
+        num_ahead: Streamed blocks that are copied for the next step before this one ends.
         link_bytes_per_s: Rate of the link: `B`.
         compute_s: Time of a step whose weights are all resident: `C`.
         is_compute_measured: False when `compute_s` is an assumption.
@@ -96,6 +97,7 @@ class OffloadPlan:
     streamed_bytes: int = 0
     ring_bytes: int = 0
     ring_laps: int = 0
+    num_ahead: int = 0
     link_bytes_per_s: float | None = None
     compute_s: float | None = None
     is_compute_measured: bool = False
@@ -283,6 +285,7 @@ def _streamed(
         streamed_bytes=moved,
         ring_bytes=choice.ring.nbytes,
         ring_laps=len(choice.ring.laps),
+        num_ahead=timeline.num_ahead,
         link_bytes_per_s=link.bytes_per_s,
         compute_s=compute_s,
         is_compute_measured=measured_s is not None,

@@ -8,7 +8,7 @@ what a device adds is only that copies and computation share its memory.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,11 +45,14 @@ class Timeline:
         step_s: Time from one step's end to the next one's.
         stalls_s: How long each block's computation waited for its copy.
         copied: Whether each block is copied in every step.
+        num_ahead: Streamed blocks that a step's end finds copied for the next step, one that is
+            half copied included.
     """
 
     step_s: float
     stalls_s: tuple[float, ...]
     copied: tuple[bool, ...]
+    num_ahead: int = 0
 
 
 def simulate(uses: Sequence[Use]) -> Timeline:
@@ -61,7 +64,12 @@ def simulate(uses: Sequence[Use]) -> Timeline:
         copied[i] = True
     compute_s = sum(use.compute_s for use in uses)
     if not moving:
-        return Timeline(step_s=compute_s, stalls_s=(0.0,) * len(uses), copied=tuple(copied))
+        return Timeline(
+            step_s=compute_s,
+            stalls_s=(0.0,) * len(uses),
+            copied=tuple(copied),
+            num_ahead=sum(use.is_streamed for use in uses),
+        )
     # Residents only take time: it is added to the moving block before them.
     rank = {i: k for k, i in enumerate(moving)}
     before_s = sum(use.compute_s for use in uses[: moving[0]])
@@ -77,6 +85,7 @@ def simulate(uses: Sequence[Use]) -> Timeline:
     ends = [0.0] * len(blocks)  # of each block's latest use
     previous = list(ends)
     stalls = [0.0] * len(blocks)
+    halves = [0.0] * len(blocks)  # of each block's latest copy
     clock = copies_done = 0.0
     durations: list[float] = []
     max_steps = max(_MIN_STEPS, min(_MAX_STEPS, _MAX_USES // len(blocks)))
@@ -89,6 +98,7 @@ def simulate(uses: Sequence[Use]) -> Timeline:
                 end = previous[j] if is_earlier else ends[j]
                 begin = max(begin, end)
             copies_done = begin + copy_s
+            halves[k] = begin + copy_s / 2
             stalls[k] = copies_done - clock if copies_done > clock else 0.0
             clock += stalls[k] + use_s
             ends[k] = clock
@@ -99,8 +109,13 @@ def simulate(uses: Sequence[Use]) -> Timeline:
     stalls_s = [0.0] * len(uses)
     for i, stall in zip(moving, stalls, strict=True):
         stalls_s[i] = stall
+    early = bisect_right(halves, start)
+    first_late = moving[early] if early < len(moving) else len(uses)
     return Timeline(
-        step_s=sum(steady) / len(steady), stalls_s=tuple(stalls_s), copied=tuple(copied)
+        step_s=sum(steady) / len(steady),
+        stalls_s=tuple(stalls_s),
+        copied=tuple(copied),
+        num_ahead=sum(use.is_streamed for use in uses[:first_late]),
     )
 
 

@@ -52,6 +52,12 @@ class Streamer:
         """Numbers of the blocks that stream, with their numbers in the ring."""
         return self._ring_numbers
 
+    def expect(self, plan: OffloadPlan) -> None:
+        """Take what a plan with the same placement says of the step boundary."""
+        with self._lock:
+            if self._ring is not None:
+                self._ring.num_ahead = plan.num_ahead
+
     def copied_bytes(self) -> int:
         """Bytes that all rings have copied."""
         now = self._ring.counters.copied_bytes if self._ring is not None else 0
@@ -81,7 +87,7 @@ class Streamer:
                     there = self._residents.numbers
                     self._pin_and_upload(list(places), [n for n in resident if n not in there])
                     with self._metrics.setup.phase("make_ring"):
-                        self._make_ring(plan.ring_bytes, places, order)
+                        self._make_ring(plan, places, order)
                     with self._metrics.setup.phase("first_fill"):
                         self._residents.bind()
             except BaseException:
@@ -177,10 +183,10 @@ class Streamer:
                 "host_budget", f"{show_nbytes(slow)} of weights are not pinned and go through {way}"
             )
 
-    def _make_ring(self, nbytes: int, places: dict[int, int], order: Sequence[int]) -> None:
+    def _make_ring(self, plan: OffloadPlan, places: dict[int, int], order: Sequence[int]) -> None:
         if not places:
             return
-        memory = self._backend.allocate(nbytes)
+        memory = self._backend.allocate(plan.ring_bytes)
         numbers = {number: k for k, number in enumerate(places)}
         used = [numbers[number] for number in order if number in numbers]
         unseen = [k for number, k in numbers.items() if number not in set(order)]
@@ -193,6 +199,7 @@ class Streamer:
             ],
             [*used, *unseen],
         )
+        self.expect(plan)
         self._ring_numbers = numbers
         self._ring.prefetch()
 

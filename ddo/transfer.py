@@ -3,8 +3,9 @@
 Two orderings only, both by fences on the device: a block is used after its copy, and a place is
 written after the last use of what lay there. The host waits for nothing: it enqueues as far
 ahead as places allow, across the step boundary, and never writes over a block that is expected
-sooner than the new one. What comes in another order than expected is fetched when it is asked
-for, and counted.
+sooner than the new one. Copies for the next step that would end after this one wait for its
+beginning: a caller that waits for the whole device between steps would wait for them as well.
+What comes in another order than expected is fetched when it is asked for, and counted.
 """
 
 from __future__ import annotations
@@ -171,6 +172,10 @@ class Ring:
         memory: Device bytes, borrowed; nobody else may use them.
         blocks: What streams, each with its fixed place.
         order: Block numbers in the order of use; a step uses it once, then it starts again.
+        num_ahead: Uses of the next step that are copied before it begins; None: all that can be.
+
+    Attributes:
+        num_ahead: As given; may change at any time.
     """
 
     def __init__(
@@ -179,8 +184,11 @@ class Ring:
         memory: torch.Tensor,
         blocks: Sequence[RingBlock],
         order: Sequence[int],
+        *,
+        num_ahead: int | None = None,
     ) -> None:
         self.counters = RingCounters()
+        self.num_ahead = num_ahead
         self._backend = backend
         self._memory = memory
         self._blocks = list(blocks)
@@ -188,6 +196,7 @@ class Ring:
         self._lock = RLock()
         self._cursor = 0  # the position that is expected next
         self._ahead = 0  # so many blocks from there on are loaded
+        self._is_over = False  # all uses of this step have begun
         self._loaded: set[int] = set()
         self._born: Fence | None = backend.fence()
         backend.record(self._born)
@@ -219,11 +228,20 @@ class Ring:
     def prefetch(self) -> None:
         """Enqueue copies as far ahead as places allow. Called by `release` as well."""
         with self._lock:
-            while self._ahead < len(self._order):
+            farthest = self._farthest()
+            while self._ahead < farthest:
                 index = self._order[(self._cursor + self._ahead) % len(self._order)]
                 if not self._blocks[index].is_loaded and not self._try_load(index):
                     return
                 self._ahead += 1
+
+    def _farthest(self) -> int:
+        """How many uses ahead copies may go now."""
+        count = len(self._order)
+        if self.num_ahead is None:
+            return count
+        left = 0 if self._is_over else count - self._cursor
+        return min(count, left + self.num_ahead)
 
     def acquire(self, index: int) -> torch.Tensor:
         """The block's bytes, shape `(nbytes,)`, valid in the caller's stream until `release`."""
@@ -285,6 +303,7 @@ class Ring:
     def begin_step(self) -> None:
         """Expect the first block next. A step that left blocks out ends here."""
         with self._lock:
+            self._is_over = False
             if self._cursor:
                 self._cursor = 0
                 self._ahead = 0
@@ -311,6 +330,7 @@ class Ring:
                 block.is_loaded = False
             self._loaded.clear()
             self._cursor = self._ahead = 0
+            self._is_over = False
 
     def _advance(self, block: RingBlock) -> None:
         """Move the expectation behind this use of the block."""
@@ -319,6 +339,7 @@ class Ring:
             self.counters.num_reordered += 1
             self._ahead = 0
         self._cursor = (self._cursor + distance + 1) % len(self._order)
+        self._is_over = not self._cursor
         self._ahead = max(0, self._ahead - 1)
 
     def _distance(self, block: RingBlock) -> int:

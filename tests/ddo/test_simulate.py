@@ -75,6 +75,16 @@ def test_copies_run_across_the_step_boundary():
     assert timeline.stalls_s[1] == 0
 
 
+@pytest.mark.parametrize(("tail_s", "num_ahead"), [(2.0, 1), (0.6, 1), (0.4, 0)])
+def test_a_copy_that_a_steps_end_finds_half_done_counts_as_done_ahead(tail_s, num_ahead):
+    uses = [Use(1.0, 1.0, 0, 10), Use(1.0, 1.0, 0, 10), Use(tail_s)]
+    assert simulate(uses).num_ahead == num_ahead
+
+
+def test_without_copies_everything_is_there_ahead():
+    assert simulate([Use(1.0, 5.0, 0, 10), Use(1.0, 5.0, 10, 20), Use(1.0)]).num_ahead == 2
+
+
 def test_a_block_whose_place_nobody_else_takes_is_copied_once():
     timeline = simulate([Use(1.0, 5.0, 0, 10), Use(1.0, 5.0, 10, 20)])
     assert timeline.copied == (False, False)

@@ -235,3 +235,68 @@ def test_the_ring_keeps_the_rhythm_that_the_planner_simulates(seed):
         for seconds, size, begin in zip(times, sizes, layout.offsets, strict=True)
     ]
     assert (ends[-1] - ends[-25]) / 24 == pytest.approx(simulate(uses).step_s, rel=0.01)
+
+
+class HostClockBackend(ClockBackend):
+    """No copy begins before the host has asked for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.host = 0.0
+
+    def submit(self, prepared, after, ready):
+        self.copying = max(self.copying, self.host)
+        super().submit(prepared, after, ready)
+
+
+def steps_of_a_caller_that_waits_for_the_device(sizes, times, layout, num_ahead):
+    """Seconds a step; between two steps the host waits for computation and copies, then works."""
+    backend = HostClockBackend()
+    ring = make_ring(backend, sizes, layout.nbytes)
+    ring.num_ahead = num_ahead
+    ends = []
+    for _ in range(30):
+        ring.begin_step()
+        backend.computing = backend.host + 60
+        for index, seconds in enumerate(times):
+            ring.acquire(index)
+            backend.computing += seconds
+            ring.release(index)
+        backend.host = max(backend.computing, backend.copying)
+        ends.append(backend.host)
+    assert not ring.counters.num_missed
+    return (ends[-1] - ends[-13]) / 12
+
+
+@pytest.mark.parametrize("copy_share", [0.7, 0.95, 1.05, 1.3])
+def test_a_caller_that_waits_for_the_device_waits_for_fewer_copies(copy_share):
+    lost_before = lost = 0.0
+    for seed in range(8):
+        draw = random.Random(seed)
+        sizes = [draw.choice([60, 80, 160]) for _ in range(60)]
+        compute_s = sum(sizes) / copy_share / len(sizes)
+        times = [compute_s * draw.uniform(0.7, 1.3) for _ in sizes]
+        layout = lay_out_ring(sizes, draw.randint(3, 16) * 80)
+        uses = [
+            Use(seconds, float(size), begin, begin + size)
+            for seconds, size, begin in zip(times, sizes, layout.offsets, strict=True)
+        ]
+        bound_s = max(sum(sizes), sum(times)) + 60
+        before_s = steps_of_a_caller_that_waits_for_the_device(sizes, times, layout, None)
+        num_ahead = simulate(uses).num_ahead
+        step_s = steps_of_a_caller_that_waits_for_the_device(sizes, times, layout, num_ahead)
+        assert step_s <= before_s
+        lost_before += before_s - bound_s
+        lost += step_s - bound_s
+    assert lost < 0.6 * lost_before
+
+
+def test_a_step_that_goes_round_twice_copies_on():
+    """Without a word of a new step the ring still fetches all that is asked for."""
+    ring = make_ring(FakeBackend(0), [4, 4, 4, 4], 8)
+    ring.num_ahead = 0
+    ring.begin_step()
+    for index in [*range(4)] * 3:
+        ring.acquire(index)
+        ring.release(index)
+    assert ring.counters.num_copies == 12
