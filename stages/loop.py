@@ -77,7 +77,8 @@ def watched(
     """While open, call `on_step` and `watch` after each step of the loop in `blocks`.
 
     Args:
-        keeper: Told of each step before `on_step` is; may let the first ones be left out.
+        keeper: Told of each step before `on_step` is; may let the first ones be left out. Their
+            number stands at the loop as `num_skipped`.
     """
     loop = find_loop(blocks)
     if loop is None:
@@ -91,7 +92,7 @@ def watched(
         index = position.get("i", position.get("k", 0))
         keeps = keeper if "i" in position else None  # chunks (`k`) have loops of their own inside
         if keeps is not None and index == 0:
-            num_skipped = keeps.begin(components, block_state)
+            num_skipped = loop.num_skipped = keeps.begin(components, block_state)
         if index < num_skipped:
             return components, block_state
         components, block_state = step_of_class(self, components, block_state, **position)

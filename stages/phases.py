@@ -87,14 +87,12 @@ def split(family: Family, task: str) -> Graph:
     Raises:
         RequestError: The family has no such task.
     """
-    import diffusers
     from diffusers.modular_pipelines import SequentialPipelineBlocks
 
     if task not in family.tasks:
         known = ", ".join(sorted(family.tasks))
         raise RequestError(f"{family.name} has no task {task!r}; its tasks are {known}")
-    pipeline_class = getattr(diffusers, family.pipeline)
-    whole = getattr(diffusers, pipeline_class.default_blocks_name)()
+    pipeline_class, whole = _whole(family)
     triggers = dict.fromkeys(family.tasks[task], True)
     leaves = whole.get_execution_blocks(**triggers).sub_blocks  # rule 1
     tops = list(dict.fromkeys(_top(name) for name in leaves))
@@ -114,6 +112,18 @@ def split(family: Family, task: str) -> Graph:
     }
     phases = {phase: blocks_of(names) for phase, names in groups.items() if names}
     return Graph(family=family, pipeline_class=pipeline_class, whole=whole, phases=phases)
+
+
+def _whole(family: Family) -> tuple[type[Any], Any]:
+    """A family's modular pipeline class and all of its blocks."""
+    import diffusers
+
+    if family.encoded:
+        from stages.classic import classic_blocks
+
+        return diffusers.ModularPipeline, classic_blocks(family)
+    pipeline_class = getattr(diffusers, family.pipeline)
+    return pipeline_class, getattr(diffusers, pipeline_class.default_blocks_name)()
 
 
 def _top(leaf_name: str) -> str:

@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen-image": "stages.families.qwen_image:FAMILY",
     "qwen-image-edit": "stages.families.qwen_image:EDITOR",
     "qwen-image-edit-plus": "stages.families.qwen_image:EDITOR_PLUS",
+    "sd15": "stages.families.sd15:FAMILY",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
     "wan": "stages.families.wan:FAMILY",
@@ -75,7 +76,9 @@ class Family:
 
     Attributes:
         name: What users type, such as `z-image`.
-        pipeline: Modular pipeline class of diffusers.
+        pipeline: Modular pipeline class of diffusers; the classic one where there is no other.
+        encoded: What `encode_prompt` of a classic pipeline returns, by the names of the
+            pipeline's arguments, in order; empty for modular ones.
         models: Pipeline classes that a model directory of this family may name.
         tasks: For each task, the inputs that select its blocks.
         output: The value of the last phase that is the product: `images` or `videos`.
@@ -108,6 +111,7 @@ class Family:
     models: tuple[str, ...]
     tasks: Mapping[str, tuple[str, ...]]
     output: str
+    encoded: tuple[str, ...] = ()
     sound: str = ""
     sound_rate: tuple[str, str] = ("", "")
     denoiser: str = "transformer"

@@ -21,6 +21,7 @@ STAGES = Path(__file__).resolve().parents[2] / "stages"
 RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
     *("execute", "phases", "components", "codec", "handover", "borders"),
+    *("classic", "classic_steps"),
     "families/family",
     *sorted(
         {where.partition(":")[0].split(".", 1)[1].replace(".", "/") for where in FAMILIES.values()}

@@ -97,6 +97,13 @@ CASES = {
             },
         ),
         Case(
+            name="sd15",
+            build=tiny_models.sd15,
+            text={"negative_prompt": "blurry"},
+            scale=7.5,
+            loads={"encode": {"text_encoder"}, "denoise": {"unet"}, "decode": {"vae"}},
+        ),
+        Case(
             name="sd3",
             build=tiny_models.sd3,
             text={"negative_prompt": "blurry", "max_sequence_length": 32},

@@ -104,6 +104,58 @@ def flux(
     return save(pipeline, directory, dtype)
 
 
+def sd15(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scheduler: str = "DDIMScheduler",
+    safety_checker: Any = None,
+) -> Path:
+    """Write a Stable Diffusion 1.5 model of 0.5 MB; 64 x 64 pixels are 8 x 8 latents.
+
+    Args:
+        scheduler: Its class; a published model's is PNDM, which takes one step more than asked.
+        safety_checker: Looks at the pictures, if there is one.
+    """
+    torch.manual_seed(seed)
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=2,
+        cross_attention_dim=32,
+        norm_num_groups=2,
+    )
+    own = {"PNDMScheduler": {"skip_prk_steps": True}, "DDIMScheduler": {"clip_sample": False}}
+    made = getattr(diffusers, scheduler)(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        steps_offset=1,
+        **own.get(scheduler, {}),
+    )
+    extractor = None
+    if safety_checker is not None:
+        size = {"height": 32, "width": 32}
+        extractor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
+    pipeline = diffusers.StableDiffusionPipeline(
+        unet=unet,
+        vae=_autoencoder(4),
+        scheduler=made,
+        text_encoder=transformers.CLIPTextModel(_clip_config()),
+        tokenizer=clip_tokenizer(),
+        safety_checker=safety_checker,
+        feature_extractor=extractor,
+        requires_safety_checker=safety_checker is not None,
+    )
+    return save(pipeline, directory, dtype)
+
+
 def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write an SDXL model of 0.7 MB; 64 x 64 pixels are 8 x 8 latents."""
     torch.manual_seed(seed)

@@ -30,12 +30,33 @@ def run_whole(
     import diffusers
 
     pipeline_class = getattr(diffusers, family.pipeline)
+    if family.encoded:
+        return run_classic(family, model_dir, options, seed=seed, dtype=dtype, guidance=guidance)
     pipe = pipeline_class(pretrained_model_name_or_path=str(model_dir))
     own = {name: getattr(torch, text) for name, text in family.dtypes.items()}
     pipe.load_components(names=component_names(pipe), dtype={"default": dtype, **own})
     renew_job_state(pipe, guidance)
     generator = torch.Generator("cpu").manual_seed(seed)
     return pipe(**options, generator=generator, output=output or family.output)
+
+
+def run_classic(
+    family: Family,
+    model_dir: Path,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    guidance: dict[str, float],
+) -> Any:
+    """What a classic pipeline makes of a job in one call."""
+    import diffusers
+
+    pipe = getattr(diffusers, family.pipeline).from_pretrained(model_dir, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    scales = {family.guidance[guider]: scale for guider, scale in guidance.items()}
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return pipe(**options, **scales, generator=generator, return_dict=False)[0]
 
 
 def loaded_by_phase(graph: Graph, model_dir: Path) -> dict[str, set[str]]:

@@ -1,0 +1,101 @@
+"""Stable Diffusion 1.x and 2.x as a flow: a CLIP text encoder, a UNet, an AutoencoderKL."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.pictures import Picture
+from flows.text_to_image import (
+    Job,
+    begin,
+    check_job,
+    decode_pictures,
+    denoise_pictures,
+    documented,
+    open_for,
+    run_name,
+    save_pictures,
+    short,
+)
+from stages.contracts import OffloadPreset
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 7.5
+
+
+@flow(name="sd15", flow_run_name=run_name("sd15"), persist_result=False)
+@documented
+def sd15(
+    prompt: str | list[str],
+    model: str,
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_images: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "pictures",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Picture]:
+    """Paint pictures of prompts with a Stable Diffusion 1 or 2 model.
+
+    Args:
+        num_inference_steps: Denoising steps; by default 50.
+        guidance_scale: Weight of the prompt against the negative prompt, by default 7.5; 1 or less
+            is off.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_images=num_images,
+        height=height,
+        width=width,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=short(text),
+                prompt=text,
+                negative_prompt=job.negative_prompt if job.is_guided else None,
+                do_classifier_free_guidance=job.is_guided,
+            )
+            for text in job.prompts
+        ]
+
+    latents = denoise_pictures(run, job, embeds)
+    images = decode_pictures(run, job, latents, vae_tiling=vae_tiling)
+    return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
+
+
+def check(*, model: str, **others: Any) -> Job:
+    """Check every argument."""
+    return check_job(
+        "sd15",
+        open_for("sd15", model),
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        **others,
+    )

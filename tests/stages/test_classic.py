@@ -1,0 +1,148 @@
+"""Families that diffusers has a classic pipeline for and no modular one: what is theirs alone.
+
+What they share with all others (equal bits whole and staged, alone and in a batch, resumed or
+not) is shown in `test_families.py` and `test_checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from stages.artifacts import ArtifactStore
+from stages.contracts import StageContext, StageResult
+from stages.errors import BorderError
+from tests.stages.test_checkpoints import kill, loop_request
+from tests.support import tiny_models
+from tests.support.chain import context, request, run_stage
+from tests.support.kept_pipes import drop_kept
+from tests.support.tiny_families import CASES, Case
+from tests.support.whole_run import run_classic
+
+# diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
+pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+
+SD15 = CASES["sd15"]
+
+
+def staged(case: Case, where: StageContext) -> StageResult:
+    """The decode stage's result of a case, out of all stages."""
+    results: tuple[StageResult, ...] = ()
+    for stage, options in case.requests.items():
+        seed = {"seed": 7} if stage == "denoise" else {}
+        asked = request(stage, options, *results, family=case.name, **seed)
+        results = (run_stage(asked, where)[0],)
+    return results[0]
+
+
+def whole(case: Case, model: Path) -> Any:
+    every = {name: value for phase in case.options.values() for name, value in phase.items()}
+    return run_classic(
+        case.family,
+        model,
+        {**every, "output_type": "pil"},
+        seed=7,
+        dtype=torch.float32,
+        guidance=case.guidance,
+    )
+
+
+def pixels(where: StageContext, result: StageResult) -> np.ndarray[Any, Any]:
+    png = ArtifactStore(where.store_url).read(result.artifacts["image-0"])
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+@pytest.mark.parametrize("scheduler", ["PNDMScheduler", "EulerAncestralDiscreteScheduler"])
+def test_a_denoise_resumes_with_the_bits_of_the_whole_pipeline_under_other_schedulers(
+    tmp_path: Path, scheduler: str
+) -> None:
+    """PNDM carries four predictions and takes a step more; the other one draws in each step."""
+    model = tiny_models.sd15(tmp_path / "model", scheduler=scheduler)
+    where = context(model, tmp_path, checkpoint_every_steps=1)
+    embeds = run_stage(request("encode", SD15.requests["encode"], family="sd15"), where)[0]
+    asked = request("denoise", SD15.requests["denoise"], embeds, family="sd15", seed=7)
+    kill(asked, where, 2)
+    latents, report, _ = run_stage(asked, where)
+    assert report["resumed_from_step"] == 2
+    made = run_stage(request("decode", {}, latents, family="sd15"), where)[0]
+    assert np.array_equal(pixels(where, made), np.asarray(whole(SD15, model)[0]))
+
+
+def test_the_denoiser_computes_one_step_that_was_done_and_rests_for_the_others(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = context(tiny(SD15), tmp_path, checkpoint_every_steps=1)
+    embeds = run_stage(request("encode", SD15.requests["encode"], family="sd15"), where)[0]
+    asked = loop_request(SD15, embeds)
+    kill(asked, where, 4)
+    drop_kept()
+    calls = []
+    forward = diffusers.UNet2DConditionModel.forward
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", counted)
+    run_stage(asked, where)
+    assert len(calls) == 1 + 2  # of six steps; the first one gives the shape of the others
+
+
+def test_a_model_and_its_scheduler_are_left_as_they_were(tiny: Any, tmp_path: Path) -> None:
+    from stages import execute
+
+    where = context(tiny(SD15), tmp_path)
+    embeds = run_stage(request("encode", SD15.requests["encode"], family="sd15"), where)[0]
+    run_stage(request("denoise", SD15.requests["denoise"], embeds, family="sd15", seed=7), where)
+    (kept,) = execute._KEPT
+    assert "forward" not in vars(kept.pipe.unet)
+    assert type(kept.pipe.scheduler) is diffusers.DDIMScheduler
+
+
+def safety_checker(threshold: float) -> Any:
+    """A checker that flags what is more alike to its concepts than a threshold of cosines."""
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        projection_dim=16,
+    )
+    config = transformers.CLIPConfig(
+        text_config={"hidden_size": 16}, vision_config=vision.to_dict(), projection_dim=16
+    )
+    checker = StableDiffusionSafetyChecker(config)
+    with torch.no_grad():
+        checker.concept_embeds_weights.fill_(threshold)
+        checker.special_care_embeds_weights.fill_(2.0)
+    return checker
+
+
+def test_a_model_with_a_safety_checker_paints_what_the_whole_pipeline_paints(
+    tmp_path: Path,
+) -> None:
+    model = tiny_models.sd15(tmp_path / "model", safety_checker=safety_checker(2.0))
+    where = context(model, tmp_path)
+    run_stage(request("inspect", {}, family="sd15"), where)
+    made = staged(SD15, where)
+    assert np.array_equal(pixels(where, made), np.asarray(whole(SD15, model)[0]))
+
+
+def test_a_picture_that_the_models_checker_flags_is_an_error_and_no_black_picture(
+    tmp_path: Path,
+) -> None:
+    model = tiny_models.sd15(tmp_path / "model", safety_checker=safety_checker(-2.0))
+    with pytest.raises(BorderError, match=r"safety checker .* choose another prompt or seed"):
+        staged(SD15, context(model, tmp_path))
