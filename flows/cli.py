@@ -25,6 +25,7 @@ FAMILIES = {
     "flux2-klein": ("flows.flux2_klein", "paint pictures with a FLUX.2 Klein model"),
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
     "sd15": ("flows.sd15", "paint pictures with a Stable Diffusion 1 or 2 model"),
+    "pixart": ("flows.pixart", "paint pictures with a PixArt-Sigma model"),
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
     "qwen-image-edit": ("flows.qwen_image_edit", "edit a picture with a Qwen-Image-Edit model"),

@@ -66,6 +66,8 @@ def token_use(
         limit = reading.limit
     elif limit is None or reading.limit == "own":
         limit = int(tokenizer.model_max_length)
+    if reading.is_lowered:
+        text = text.lower().strip()
     rendered = _rendered(tokenizer, text, reading)
     encoded = tokenizer(
         rendered,

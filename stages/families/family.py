@@ -18,6 +18,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan-video-i2v": "stages.families.hunyuan_video:FROM_IMAGE",
     "ltx": "stages.families.ltx:FAMILY",
     "ltx2": "stages.families.ltx2:FAMILY",
+    "pixart": "stages.families.pixart:FAMILY",
     "qwen-image": "stages.families.qwen_image:FAMILY",
     "qwen-image-edit": "stages.families.qwen_image:EDITOR",
     "qwen-image-edit-plus": "stages.families.qwen_image:EDITOR_PLUS",
@@ -57,6 +58,8 @@ class Reading:
             thinking on or off, or a text with a `{}` in it, as `module:NAME`.
         system: What the chat template says before the prompt, as `module:Class.property`.
         num_unread: Tokens of the template that come before the prompt and count in no limit.
+        is_lowered: Whether the pipeline writes the prompt in small letters first, without the
+            spaces around it.
     """
 
     encoder: str
@@ -64,6 +67,7 @@ class Reading:
     template: str = ""
     system: str = ""
     num_unread: int = 0
+    is_lowered: bool = False
 
 
 CHAT = "chat"

@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
+FIXED = {"clean_caption"}
+"""Arguments of pipelines that their flows give themselves."""
+
 NEW = [name for name in sorted(CASES) if name != "z-image"]  # test_z_image.py has that one
 
 
@@ -59,6 +62,7 @@ def arguments(case: Case, model_dir: Path, output: Path, **changes: Any) -> dict
     """The job of a case as the flow's arguments."""
     found: dict[str, Any] = {"prompt": PROMPT, "model": str(model_dir), "seed": 7}
     found |= {name: value for options in case.options.values() for name, value in options.items()}
+    found = {name: value for name, value in found.items() if name not in FIXED}
     if case.scale is not None:
         found["guidance_scale"] = case.scale
     return found | {"device": "cpu", "output": str(output)} | changes
@@ -177,6 +181,13 @@ def test_every_argument_is_explained(name: str) -> None:
     assert all(texts.values())
 
 
+def as_option(name: str, value: Any) -> str:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option}={value}"
+
+
 @pytest.mark.parametrize("name", NEW)
 def test_the_command_line_paints_and_tells_of_it(
     name: str,
@@ -193,7 +204,7 @@ def test_the_command_line_paints_and_tells_of_it(
     # The command closes the launcher that it starts early; the module's one goes on.
     monkeypatch.setattr(cli_family, "shared_launcher", lambda method: Launcher("spawn"))
     given = arguments(CASES[name], tiny(CASES[name]), tmp_path / "pictures")
-    line = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+    line = [as_option(key, value) for key, value in given.items()]
     assert main([CASES[name].command or name, *line, "--json"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     (picture,) = last["pictures"]
@@ -211,6 +222,14 @@ def test_a_klein_model_is_distilled_or_not_by_its_index(
     job = flow_module(name).check(**given | blank)
     assert job.family.name == name
     assert (job.num_inference_steps, job.guidance_scale) == (steps, guidance)
+
+
+def test_a_pixart_model_without_a_list_of_sizes_cannot_choose_among_them(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    given = arguments(CASES["pixart"], tiny(CASES["pixart"]), tmp_path)
+    with pytest.raises(RequestError, match=r"needs a model of 32, 64, 128, 256 .* has 8; give"):
+        flow_module("pixart").check(**given | {"use_resolution_binning": True})
 
 
 def warnings_of(run: Any) -> list[str]:

@@ -104,6 +104,14 @@ CASES = {
             loads={"encode": {"text_encoder"}, "denoise": {"unet"}, "decode": {"vae"}},
         ),
         Case(
+            name="pixart",
+            build=tiny_models.pixart,
+            text={"negative_prompt": "blurry", "max_sequence_length": 32, "clean_caption": False},
+            loop={"use_resolution_binning": False},
+            scale=4.5,
+            loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
+        ),
+        Case(
             name="sd3",
             build=tiny_models.sd3,
             text={"negative_prompt": "blurry", "max_sequence_length": 32},

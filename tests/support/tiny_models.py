@@ -156,6 +156,37 @@ def sd15(
     return save(pipeline, directory, dtype)
 
 
+def pixart(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, sample_size: int = 8
+) -> Path:
+    """Write a PixArt-Sigma model of 0.3 MB; 64 x 64 pixels are 4 x 4 patches.
+
+    Args:
+        sample_size: Latents along an edge that it was trained at; 32 and its doubles have a
+            list of sizes that the model was taught.
+    """
+    torch.manual_seed(seed)
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=sample_size,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_channels=32,
+        in_channels=4,
+        cross_attention_dim=24,
+        out_channels=8,
+    )
+    pipeline = diffusers.PixArtSigmaPipeline(
+        transformer=transformer,
+        vae=_autoencoder(4, scaling_factor=0.13025),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+        text_encoder=transformers.T5EncoderModel(t5_config()),
+        tokenizer=t5_tokenizer(),
+    )
+    return save(pipeline, directory, dtype)
+
+
 def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write an SDXL model of 0.7 MB; 64 x 64 pixels are 8 x 8 latents."""
     torch.manual_seed(seed)
