@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flows.batch.scope import current_scope
 from flows.cache import open_store
 from flows.display import Display, current_display
 from flows.fallbacks import Shortage
@@ -234,7 +235,13 @@ class Run:
 
     @contextmanager
     def phase(self, stage: StageName, num_requests: int = 1) -> Iterator[Phase]:
-        """A phase of this run; its process starts at the first request that has no result."""
+        """A phase of this run; its process starts at the first request that has no result.
+
+        In a batch, the phase and its process are shared by the rows.
+        """
+        if (scope := current_scope()) is not None and stage != "inspect":
+            yield scope.phase(self, stage)
+            return
         phase = Phase(self, stage)
         self.display.phase_begins(stage, num_requests)
         try:
@@ -344,6 +351,12 @@ class Run:
                 f"the report of {request.stage} is not kept: {error}; "
                 f"see that {folder} can be written"
             )
+
+
+def open_run(**arguments: Any) -> Run:
+    """A run; in a batch, the one that rows with equal arguments share. See `Run`."""
+    scope = current_scope()
+    return Run(**arguments) if scope is None else scope.run(arguments, Run)
 
 
 def _roles(inputs: tuple[StageResult, ...]) -> dict[str, Any]:

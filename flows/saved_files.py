@@ -11,6 +11,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from flows.batch.scope import current_scope
 from flows.run import Run
 from stages.contracts import ArtifactRef, Record, StageResult
 from stages.media import Settings
@@ -77,8 +78,11 @@ def save_file(
         },
         **settings,
     )
-    embedded = full if embed_settings else None
-    path = _save(run.store.read(ref), write, folder, embedded, prompt, seed)
+    content = run.store.read(ref)
+    if (scope := current_scope()) is not None:
+        path = scope.save(content, write, full, embed=embed_settings)
+    else:
+        path = _save(content, write, folder, full if embed_settings else None, prompt, seed)
     run.keep_item(path, ref, full)
     run.display.saved(str(path))
     return {"path": str(path), "prompt": prompt, "seed": seed, "digest": ref.digest}
@@ -90,6 +94,8 @@ def list_files(files: Sequence[SavedFile], noun: str) -> None:
     Args:
         noun: What they are: `pictures` or `videos`.
     """
+    if current_scope() is not None:
+        return  # a batch has a table of its own
     table = [
         {
             "file": each.path,

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from prefect.runtime import flow_run
 
+from flows.batch.scope import remembered
 from flows.cli_arguments import argument_texts
 from flows.from_pictures import (
     Start,
@@ -24,7 +25,7 @@ from flows.from_pictures import (
 )
 from flows.model_settings import model_settings
 from flows.pictures import Picture, list_pictures, save_picture
-from flows.run import Run
+from flows.run import Run, open_run
 from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore
@@ -163,9 +164,13 @@ def open_for(family: str, model: str) -> ModelDirectory:
     Raises:
         ModelError: It is not whole, or belongs to another family.
     """
-    opened = open_model(resolve_model(model))
-    require_model_of(family_named(family), opened.class_name, str(opened.directory))
-    return opened
+
+    def opened() -> ModelDirectory:
+        found = open_model(resolve_model(model))
+        require_model_of(family_named(family), found.class_name, str(found.directory))
+        return found
+
+    return remembered(f"model {family} {model}", opened)
 
 
 def check_job(
@@ -293,7 +298,7 @@ def check_job(
 
 def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
     """A run of a checked job; tells what of the arguments has no effect."""
-    run = Run(
+    run = open_run(
         family=job.family.name,
         task=job.start.task,
         model=job.model,

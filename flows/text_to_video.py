@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar
 
 from flows import text_to_image
+from flows.batch.scope import remembered
 from flows.from_frames import read_frames
 from flows.from_pictures import Start
 from flows.from_videos import Control
@@ -93,7 +94,7 @@ def open_for_one_of(families: Sequence[str], model: str) -> tuple[str, ModelDire
     Raises:
         ModelError: It is not whole, or belongs to none of these families.
     """
-    opened = open_model(resolve_model(model))
+    opened = remembered(f"model {model}", lambda: open_model(resolve_model(model)))
     for name in families:
         family = family_named(name)
         if opened.class_name in (*family.models, family.pipeline):
