@@ -98,6 +98,20 @@ class StageResult(Record):
         return ref
 
 
+class AdapterUse(Record):
+    """A LoRA file that a stage's models wear.
+
+    Attributes:
+        digest: sha256 of the file.
+        scale: What its part is multiplied by before it is added; any finite number.
+        target: The component that wears it, where several could; empty: as its names say.
+    """
+
+    digest: Digest
+    scale: float = Field(default=1.0, allow_inf_nan=False)
+    target: str = ""
+
+
 class StageRequest(Record):
     """All that determines the bytes of a stage's output, and nothing else.
 
@@ -113,6 +127,7 @@ class StageRequest(Record):
         inputs: Upstream artifacts by role, such as `embeds` or `latents`.
         dtype: Compute dtype by torch name, such as `bfloat16`.
         options: The pipeline's own arguments for this phase, as plain JSON.
+        adapters: What the components of this stage wear, in the order in which it is added.
         seed: Seed of the CPU generator, 0 to 2**64 - 1; None where nothing is drawn.
         label: For people; not part of the digest.
     """
@@ -127,6 +142,7 @@ class StageRequest(Record):
     inputs: dict[str, ArtifactRef] = Field(default_factory=dict)
     dtype: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
+    adapters: tuple[AdapterUse, ...] = ()
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     label: str = Field(default="", exclude=True)
 
@@ -139,7 +155,10 @@ class StageRequest(Record):
     @property
     def digest(self) -> str:
         """The cache key: sha256 of the request's canonical JSON, without its label."""
-        return json_digest(self.model_dump(mode="json"))
+        document = self.model_dump(mode="json")
+        if not self.adapters:  # results from before there were any are found all the same
+            del document["adapters"]
+        return json_digest(document)
 
 
 class OffloadChoice(Record):
@@ -169,6 +188,7 @@ class StageContext(Record):
         model_dir: The model directory in diffusers layout, absolute.
         store_url: Where artifacts are read and written.
         home_dir: Where remembered fingerprints and locks lie, absolute.
+        adapters: Path of each LoRA file that a request may name, by its digest.
         device: `cpu`, `cuda` or `cuda:N`.
         num_threads: CPU threads of this stage; None leaves torch's own choice.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
@@ -183,6 +203,7 @@ class StageContext(Record):
     model_dir: str
     store_url: str
     home_dir: str
+    adapters: dict[str, str] = Field(default_factory=dict)
     device: str = "cpu"
     num_threads: int | None = Field(default=None, ge=1)
     on_truncate: Literal["warn", "error"] = "warn"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from stages.adapters import Worn
 from stages.artifacts import ArtifactStore
 from stages.borders import check_border
 from stages.components import component_names, load, prepare, renew_job_state
@@ -149,6 +150,9 @@ def loaded_pipe(job: Job) -> Any:
         with job.tracker.host_phase("place"):
             placement.place(pipe, open_model(job.model_dir).components)
         kept.is_placed = True
+    if kept.worn.uses or job.request.adapters:
+        with job.tracker.host_phase("adapters"):
+            kept.worn.change(pipe, job.family, job.request.adapters, job.context)
     renew_job_state(pipe, job.guidance)
     job.placement = placement
     return pipe
@@ -246,6 +250,7 @@ class _Kept:
     pipe: Any
     placement: Placement
     is_placed: bool = False
+    worn: Worn = field(default_factory=Worn)
 
 
 _KEPT: list[_Kept] = []  # one phase, one model: a second one pushes the first one out

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from stages.adapter_check import check_adapter
+from stages.adapters import adapter_file
 from stages.components import component_names, prepare
 from stages.contracts import StageContext, StageRequest, StageResult, canonical_json
 from stages.errors import ModelError
-from stages.execute import Events, finish, open_job
-from stages.manifest import MANIFEST_TYPE, Manifest, PhaseFacts
+from stages.execute import Events, Job, finish, open_job
+from stages.manifest import ADAPTER_ROLE, MANIFEST_TYPE, Manifest, PhaseFacts
+from stages.meta_models import built_on_meta
 from stages.models import open_model
 from stages.phases import Graph, first_task_alike
 from stages.weight_names import may_be_left_over, may_be_missing, shapes_as_loaded
@@ -29,13 +32,15 @@ _NAMED = 3  # tensors named in an error
 def run(
     request: StageRequest, context: StageContext, events: Events
 ) -> tuple[StageResult, dict[str, Any]]:
-    """Compute a model's manifest.
+    """Compute a model's manifest; for a request with a LoRA file what that changes of the model.
 
     Raises:
         ModelError: A weight file lacks a tensor that the configuration asks for, holds one of
             another shape, or holds one that no module has.
     """
     job = open_job(request, context, events)
+    if request.adapters:
+        return _adapter_facts(job)
     events.progress("running", message="reading configurations and headers")
     with job.tracker.host_phase("run"):
         phases = {
@@ -53,6 +58,17 @@ def run(
     )
     content = canonical_json(manifest.model_dump(mode="json"))
     return finish(job, {"manifest": job.store.put(content, MANIFEST_TYPE)})
+
+
+def _adapter_facts(job: Job) -> tuple[StageResult, dict[str, Any]]:
+    """What the one LoRA file of a request changes, if it fits the model."""
+    (use,) = job.request.adapters
+    job.events.progress("running", message="reading a LoRA file")
+    with job.tracker.host_phase("run"):
+        components = open_model(job.model_dir).components
+        facts = check_adapter(job.family, components, use, adapter_file(use, job.context))
+    content = canonical_json(facts.model_dump(mode="json"))
+    return finish(job, {ADAPTER_ROLE: job.store.put(content, MANIFEST_TYPE)})
 
 
 def _facts(graph: Graph, task: str, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:
@@ -84,7 +100,7 @@ def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
     for name, component in sorted(open_model(model_dir).components.items()):
         if name not in names or not component.weight_files:
             continue
-        module = _built(model_dir, name, component.library, component.class_name)
+        module = built_on_meta(component)
         expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         tied = set(getattr(module, "_tied_weights_keys", None) or ())
         found = shapes_as_loaded(module, component.tensor_shapes())
@@ -93,24 +109,6 @@ def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
             torch.Size(shape).numel() for key, shape in expected.items() if key not in tied
         )
     return counted
-
-
-def _built(model_dir: Path, name: str, library: str, class_name: str) -> torch.nn.Module:
-    """A component built from its configuration, without weights."""
-    import importlib
-
-    from accelerate import init_empty_weights
-
-    in_pipelines = library.partition(".")[0] not in ("diffusers", "transformers")
-    home = f"diffusers.pipelines.{library}" if in_pipelines else library
-    kind = getattr(importlib.import_module(home), class_name)
-    with init_empty_weights():
-        if library == "transformers":
-            config = kind.config_class.from_pretrained(model_dir / name, local_files_only=True)
-            built: torch.nn.Module = kind(config)
-        else:
-            built = kind.from_config(kind.load_config(str(model_dir), subfolder=name))
-    return built
 
 
 def _compare(

@@ -7,6 +7,7 @@ from pydantic import Field
 from stages.contracts import Record
 
 MANIFEST_TYPE = "application/vnd.exeunt.manifest+json"
+ADAPTER_ROLE = "adapter"
 
 
 class PhaseFacts(Record):
@@ -40,3 +41,14 @@ class Manifest(Record):
     pipeline: str
     phases: dict[str, PhaseFacts]
     num_parameters: dict[str, int] = Field(default_factory=dict)
+
+
+class AdapterFacts(Record):
+    """What a LoRA file changes of a model.
+
+    Attributes:
+        components: Components that have a layer which it changes.
+    """
+
+    schema_version: int = 1
+    components: tuple[str, ...]

@@ -20,7 +20,7 @@ from stages.versions import CODE_VERSIONS
 STAGES = Path(__file__).resolve().parents[2] / "stages"
 RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
-    *("execute", "phases", "components", "codec", "handover", "borders"),
+    *("execute", "phases", "components", "codec", "handover", "borders", "adapters"),
     *("classic", "classic_steps"),
     "families/family",
     *sorted(
@@ -28,7 +28,7 @@ SHARED = (
     ),
 )
 SOURCES = {
-    "inspect": ("inspect", "manifest", "weight_names"),
+    "inspect": ("inspect", "manifest", "weight_names", "meta_models", "adapter_check"),
     "encode": ("encode", "tokens"),
     "condition": ("condition",),
     "denoise": ("denoise", "loop", "latents", "checkpoints", "loop_state", "plain_values"),
