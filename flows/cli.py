@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("flows.cli_plan", "forecast memory and time of a model; needs no GPU"),
     "doctor": ("flows.cli_doctor", "measure what this machine can do"),
     "artifacts": ("flows.cli_artifacts", "list, show, verify and collect stored results"),
+    "blocks": ("flows.cli_blocks", "review the code of custom blocks, without which none runs"),
     "report": ("flows.cli_report", "write one page of a run, with its pictures"),
     "up": ("flows.cli_server", "start the Prefect server, with a worker and the deployments"),
     "down": ("flows.cli_server", "stop what `exeunt up` or a run has started"),
