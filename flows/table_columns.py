@@ -26,7 +26,7 @@ BATCH_WIDE = frozenset(
 )
 """Arguments that are one for all rows: a stage process serves one model on one device."""
 
-ONE_PICTURE = frozenset({"num_images"})
+ONE_PICTURE = frozenset({"num_images", "num_videos"})
 """Arguments that would make several pictures of a row."""
 
 _BOOLS = {"true": True, "false": False}
