@@ -158,7 +158,7 @@ class Journal:
 
     # ---- lines -----------------------------------------------------------------------------
 
-    def saving(self, row: PreparedRow) -> None:
+    def saving(self, row: PreparedRow, sha256: str) -> None:
         """Note that the file of a row is about to appear, before it does.
 
         A batch that is killed between its file and its result finds it to be its own.
@@ -167,7 +167,7 @@ class Journal:
             ArtifactError: The disk is full or fails.
         """
         if self._saving.get(row.id) != row.digest:
-            self._append("saving", {"id": row.id, "digest": row.digest})
+            self._append("saving", {"id": row.id, "digest": row.digest, "sha256": sha256})
             self._saving[row.id] = row.digest
 
     def add(self, result: RowResult, row: PreparedRow | None = None) -> None:

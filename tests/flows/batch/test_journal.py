@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_that_appeared_just_before_a_kill_is_the_batchs_own(tmp_path: Path) -> None:
     with Journal.open(tmp_path) as journal:
-        journal.saving(row())
+        journal.saving(row(), "f" * 64)
     with Journal.open(tmp_path) as again:
         assert again.is_own(row())
         assert not again.is_own(row(digest="b"))

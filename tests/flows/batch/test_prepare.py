@@ -11,13 +11,11 @@ import pytest
 
 from flows.batch.errors import TableError
 from flows.batch.families import BatchFamily, batch_family
-from flows.batch.files import save_row_file
 from flows.batch.journal import Journal
 from flows.batch.prepare import Prepared, read
 from flows.batch.results import RowResult
 from flows.batch.rows import PreparedRow
 from stages.errors import ModelError, RequestError
-from stages.media import write_png
 
 Read = Callable[..., Prepared]
 
@@ -214,29 +212,6 @@ def test_a_picture_of_a_row_that_has_changed_is_replaced_on_demand_alone(
     with pytest.raises(TableError, match="would be replaced"):
         prepare([{"prompt": "another"}])
     assert prepare([{"prompt": "another"}], overwrite=True).num_open == 1
-
-
-def test_a_file_that_appears_while_the_batch_runs_is_left_alone(
-    prepare: Read, tmp_path: Path
-) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
-    data = BytesIO()
-    Image.new("RGB", (8, 8)).save(data, "PNG")
-    (row,) = good(prepare([{"prompt": "a"}]))
-    path = tmp_path / "out" / row.file_name
-    path.write_bytes(b"precious")
-    with Journal.open(tmp_path / "out") as journal:
-        with pytest.raises(RequestError, match="has appeared since the batch began"):
-            save_row_file(journal, row, data.getvalue(), write_png, None, overwrite=False)
-        assert path.read_bytes() == b"precious"
-        path.unlink()
-        for _ in range(2):  # the second time it is its own
-            found = save_row_file(journal, row, data.getvalue(), write_png, None, overwrite=False)
-            assert found == path
-    assert sorted(each.name for each in path.parent.iterdir()) == [row.file_name, "batch.jsonl"]
 
 
 def test_forty_rows_of_one_kind_are_one_kind_of_work(prepare: Read) -> None:
