@@ -10,7 +10,15 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 MAX_SEED = 2**64 - 1
@@ -128,6 +136,8 @@ class StageRequest(Record):
         dtype: Compute dtype by torch name, such as `bfloat16`.
         options: The pipeline's own arguments for this phase, as plain JSON.
         adapters: What the components of this stage wear, in the order in which it is added.
+        blocks: Digest of the reviewed custom blocks that run, by the name of the block in whose
+            place they do.
         seed: Seed of the CPU generator, 0 to 2**64 - 1; None where nothing is drawn.
         label: For people; not part of the digest.
     """
@@ -143,6 +153,7 @@ class StageRequest(Record):
     dtype: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
     adapters: tuple[AdapterUse, ...] = ()
+    blocks: dict[str, Digest] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     label: str = Field(default="", exclude=True)
 
@@ -152,13 +163,17 @@ class StageRequest(Record):
         canonical_json(options)
         return options
 
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Results from before there were these fields are found all the same."""
+        document: dict[str, Any] = dump(self)
+        unused = [name for name in ("adapters", "blocks") if not document.get(name)]
+        return {name: value for name, value in document.items() if name not in unused}
+
     @property
     def digest(self) -> str:
         """The cache key: sha256 of the request's canonical JSON, without its label."""
-        document = self.model_dump(mode="json")
-        if not self.adapters:  # results from before there were any are found all the same
-            del document["adapters"]
-        return json_digest(document)
+        return json_digest(self.model_dump(mode="json"))
 
 
 class OffloadChoice(Record):

@@ -25,6 +25,7 @@ from stages.contracts import (
     StageRequest,
     StageResult,
 )
+from stages.custom_blocks import describe_blocks, load_blocks
 from stages.devices import require_device
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
@@ -120,14 +121,17 @@ def open_job(request: StageRequest, context: StageContext, events: Events) -> Jo
             {f"input {name}": value for name, value in held.items()},
             constants=[f"input {name}" for name in family.constants],
         )
+    tracker = RunTracker(request, context)
+    if request.blocks:
+        tracker.facts["blocks"] = describe_blocks(Path(context.home_dir), request.blocks)
     return Job(
         request=request,
         context=context,
         events=events,
-        tracker=RunTracker(request, context),
+        tracker=tracker,
         store=store,
         family=family,
-        graph=_graph(request.family, request.task),
+        graph=_graph_of(request, context),
         options=options,
         guidance=guidance,
         handed=handed,
@@ -236,10 +240,15 @@ def quiet_libraries() -> None:
         logging.disable_progress_bar()
 
 
+def _graph_of(request: StageRequest, context: StageContext) -> Graph:
+    blocks = tuple(sorted(request.blocks.items()))
+    return _graph(request.family, request.task, blocks, context.home_dir if blocks else "")
+
+
 @lru_cache(maxsize=8)
-def _graph(family: str, task: str) -> Graph:
+def _graph(family: str, task: str, blocks: tuple[tuple[str, str], ...], home_dir: str) -> Graph:
     quiet_libraries()
-    return split(family_named(family), task)
+    return split(family_named(family), task, load_blocks(Path(home_dir), dict(blocks)))
 
 
 @dataclass(kw_only=True)
@@ -259,14 +268,14 @@ _KEPT: list[_Kept] = []  # one phase, one model: a second one pushes the first o
 def _kept(job: Job) -> _Kept:
     request, context = job.request, job.context
     key = (
-        *(request.family, request.task, request.stage, request.dtype),
+        *(request.family, request.task, request.stage, request.dtype, *request.blocks.items()),
         *(context.model_dir, context.device, context.offload),
     )
     if _KEPT and _KEPT[0].key == key:
         return _KEPT[0]
     while _KEPT:
         _KEPT.pop().placement.detach()
-    graph = _graph(request.family, request.task)
+    graph = job.graph
     pipe = prepare(graph, request.stage, job.model_dir, dtype=torch_dtype(request.dtype))
     placement = Placement(context.device, context.offload)
     _KEPT.append(_Kept(key=key, pipe=pipe, placement=placement))

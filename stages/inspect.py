@@ -48,6 +48,7 @@ def run(
             for phase in job.graph.phases
         }
         names = {name for facts in phases.values() for name in facts.components}
+        _require_components(job, names)
         counted = check_weights(job.model_dir, names)
     manifest = Manifest(
         family=job.family.name,
@@ -69,6 +70,16 @@ def _adapter_facts(job: Job) -> tuple[StageResult, dict[str, Any]]:
         facts = check_adapter(job.family, components, use, adapter_file(use, job.context))
     content = canonical_json(facts.model_dump(mode="json"))
     return finish(job, {ADAPTER_ROLE: job.store.put(content, MANIFEST_TYPE)})
+
+
+def _require_components(job: Job, names: set[str]) -> None:
+    """Refuse custom blocks that ask for models from elsewhere."""
+    there = set(open_model(job.model_dir).components)
+    if job.graph.custom and (missing := sorted(names - there)):
+        raise ModelError(
+            f"custom blocks ask for a component {missing[0]!r}, which {job.model_dir} does not "
+            f"have; it has {', '.join(sorted(there))}; put the component into the model directory"
+        )
 
 
 def _facts(graph: Graph, task: str, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:

@@ -23,7 +23,7 @@ def built_on_meta(part: Component) -> nn.Module:
 
     kind = class_of(part)
     with init_empty_weights():
-        if part.library == "transformers":
+        if hasattr(kind, "config_class"):  # of transformers, wherever it lies
             config = kind.config_class.from_pretrained(part.directory, local_files_only=True)
             built: nn.Module = kind(config)
         else:

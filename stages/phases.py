@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from stages.custom_blocks import with_custom
 from stages.errors import RequestError, StageFailed
 from stages.families import Family
 
@@ -49,12 +50,14 @@ class Graph:
         pipeline_class: The modular pipeline class.
         whole: All blocks, unresolved: what the pipeline class itself would run.
         phases: Resolved blocks of each phase that has any, in the order they run.
+        custom: Blocks among them that are not the family's own, by name.
     """
 
     family: Family
     pipeline_class: type[Any]
     whole: Any
     phases: Mapping[str, Any]
+    custom: Mapping[str, Any] = field(default_factory=dict)
 
     def later(self, phase: str) -> list[Any]:
         """The blocks of every phase after this one."""
@@ -81,11 +84,14 @@ class Handover:
     generator_state: torch.Tensor | None = None
 
 
-def split(family: Family, task: str) -> Graph:
+def split(family: Family, task: str, custom: Mapping[str, Any] | None = None) -> Graph:
     """The blocks of a family's task, by phase.
 
+    Args:
+        custom: Blocks in the place of the family's own; see `stages.custom_blocks`.
+
     Raises:
-        RequestError: The family has no such task.
+        RequestError: The family has no such task, or no block that a custom one is named after.
     """
     from diffusers.modular_pipelines import SequentialPipelineBlocks
 
@@ -94,6 +100,8 @@ def split(family: Family, task: str) -> Graph:
         raise RequestError(f"{family.name} has no task {task!r}; its tasks are {known}")
     pipeline_class, whole = _whole(family)
     triggers = dict.fromkeys(family.tasks[task], True)
+    if custom:
+        whole = with_custom(whole, custom, triggers)
     leaves = whole.get_execution_blocks(**triggers).sub_blocks  # rule 1
     tops = list(dict.fromkeys(_top(name) for name in leaves))
     cut = tops.index("denoise")
@@ -111,7 +119,13 @@ def split(family: Family, task: str) -> Graph:
         "decode": tops[cut + 1 :],
     }
     phases = {phase: blocks_of(names) for phase, names in groups.items() if names}
-    return Graph(family=family, pipeline_class=pipeline_class, whole=whole, phases=phases)
+    return Graph(
+        family=family,
+        pipeline_class=pipeline_class,
+        whole=whole,
+        phases=phases,
+        custom=custom or {},
+    )
 
 
 def _whole(family: Family) -> tuple[type[Any], Any]:
@@ -161,7 +175,7 @@ def first_task_alike(graph: Graph, task: str, phase: str) -> str:
     for other in graph.family.tasks:
         if other == task:
             break
-        found = split(graph.family, other)
+        found = split(graph.family, other, graph.custom)
         if phase in found.phases and _likeness(found, phase) == wanted:
             return other
     return task

@@ -149,6 +149,7 @@ def test_a_model_with_a_safety_checker_paints_what_the_whole_pipeline_paints(
 ) -> None:
     model = tiny_models.sd15(tmp_path / "model", safety_checker=safety_checker(2.0))
     where = context(model, tmp_path)
+    run_stage(request("inspect", {}, family="sd15"), where)
     made = staged(SD15, where)
     assert np.array_equal(pixels(where, made), np.asarray(whole(SD15, model)[0]))
 

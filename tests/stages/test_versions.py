@@ -21,7 +21,7 @@ STAGES = Path(__file__).resolve().parents[2] / "stages"
 RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
     *("execute", "phases", "components", "codec", "handover", "borders", "adapters"),
-    *("classic", "classic_steps"),
+    *("classic", "classic_steps", "custom_blocks", "block_modules"),
     "families/family",
     *sorted(
         {where.partition(":")[0].split(".", 1)[1].replace(".", "/") for where in FAMILIES.values()}
