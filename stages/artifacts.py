@@ -221,6 +221,10 @@ class ArtifactStore:
         """
         return self._files.read(ref)
 
+    def size(self, digest: str) -> int | None:
+        """Bytes of an artifact; None if it is absent."""
+        return self._files.size(digest)
+
     def lookup(self, request: StageRequest) -> StageResult | None:
         """The result of an earlier equal request, if all its artifacts are present and intact.
 

@@ -21,7 +21,7 @@ from flows.batch.families import BatchFamily
 from flows.batch.journal import Journal
 from flows.batch.names import BatchNames
 from flows.batch.results import RowResult
-from flows.batch.rows import PreparedRow
+from flows.batch.rows import PreparedRow, Work
 from flows.batch.scope import remembering
 from flows.row_names import DEFAULT_TEMPLATE, NameTemplate, file_name
 from flows.settings import RunSettings
@@ -52,7 +52,7 @@ class Prepared:
         count: Rows of the table, bad ones included.
         bad: Results of the rows that cannot run.
         num_done: Rows with nothing left to do.
-        model: The opened model; None if no row is good.
+        job: The checked job of one good row; None if there is none.
         jobs: How many rows want which work, to forecast it; see `Work`.
     """
 
@@ -61,9 +61,14 @@ class Prepared:
     count: int = 0
     bad: list[RowResult] = field(default_factory=list)
     num_done: int = 0
-    model: ModelDirectory | None = None
+    job: Any = None
     jobs: dict[Work, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ModelDirectory | None:
+        """The opened model; None if no row is good."""
+        return None if self.job is None else self.job.model
 
     @property
     def num_open(self) -> int:
@@ -88,17 +93,6 @@ class Prepared:
         left = self.rows()
         while chunk := list(islice(left, size)):
             yield chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one row costs, as far as its arguments tell."""
-
-    height: int
-    width: int
-    num_frames: int
-    num_inference_steps: int
-    is_guided: bool
 
 
 def read(
@@ -160,7 +154,7 @@ def _check_rows(
         is_done = prepared._journal.done(good)
         names.add(good, is_own=is_done or prepared._journal.is_own(good))
         prepared._names[row.number] = name
-        prepared.model = job.model
+        prepared.job = job
         if is_done:
             prepared.num_done += 1
         else:

@@ -28,3 +28,14 @@ class PreparedRow:
     file_name: str
     seed: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one row costs, as far as its arguments tell."""
+
+    height: int
+    width: int
+    num_frames: int
+    num_inference_steps: int
+    is_guided: bool
