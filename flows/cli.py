@@ -26,6 +26,7 @@ FAMILIES = {
     "sdxl": ("flows.sdxl", "paint pictures with a Stable Diffusion XL model"),
     "sd15": ("flows.sd15", "paint pictures with a Stable Diffusion 1 or 2 model"),
     "pixart": ("flows.pixart", "paint pictures with a PixArt-Sigma model"),
+    "sana": ("flows.sana", "paint pictures with a Sana model"),
     "sd3": ("flows.sd3", "paint pictures with a Stable Diffusion 3 or 3.5 model"),
     "qwen-image": ("flows.qwen_image", "paint pictures with a Qwen-Image model"),
     "qwen-image-edit": ("flows.qwen_image_edit", "edit a picture with a Qwen-Image-Edit model"),
@@ -33,11 +34,13 @@ FAMILIES = {
     "wan-vace": ("flows.wan_vace", "make videos along another one with a Wan 2.2 VACE model"),
     "ltx": ("flows.ltx", "make videos with an LTX Video model"),
     "ltx2": ("flows.ltx2", "make videos with sound with an LTX-2 model"),
+    "cogvideox": ("flows.cogvideox", "make videos with a CogVideoX model"),
     "hunyuan-video": ("flows.hunyuan_video", "make videos with a HunyuanVideo 1.5 model"),
 }
 """Each family's flow module and what it does; the flow has the module's own name."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "batch": ("flows.cli_batch", "run a family for every row of a table"),
     "plan": ("flows.cli_plan", "forecast memory and time of a model; needs no GPU"),
     "doctor": ("flows.cli_doctor", "measure what this machine can do"),
     "artifacts": ("flows.cli_artifacts", "list, show, verify and collect stored results"),

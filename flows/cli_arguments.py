@@ -6,25 +6,36 @@ import argparse
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, Union, get_args, get_origin
 
 
-def add_flow_arguments(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
+def add_flow_arguments(
+    parser: argparse._ActionsContainer,
+    function: Callable[..., Any],
+    *,
+    names: Collection[str] | None = None,
+) -> None:
     """Add an option for each parameter of a flow's function.
 
     Names, defaults and help texts are the function's own; an argument without a default is
     required, a list may be given several times, a bool is a switch with a `--no-` twin.
+
+    Args:
+        names: Those alone; none of them is required, and one that is not given is absent.
     """
     hints = typing.get_type_hints(function)
     texts = argument_texts(function)
     for name, parameter in inspect.signature(function).parameters.items():
+        if names is not None and name not in names:
+            continue
         option = "--" + name.replace("_", "-")
-        required = parameter.default is inspect.Parameter.empty
-        default = None if required else parameter.default
+        required = parameter.default is inspect.Parameter.empty and names is None
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
         text = texts.get(name, "").replace("%", "%%")
         if default not in (None, "") and not isinstance(default, bool):
             text = f"{text} (default: {default})"
+        default = default if names is None else argparse.SUPPRESS
         kinds = _kinds(hints[name])
         if bool in kinds:
             parser.add_argument(

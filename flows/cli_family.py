@@ -67,7 +67,7 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
         values = {key: value for key, value in vars(options).items() if key not in OWN_OPTIONS}
         module.check(**{key: value for key, value in values.items() if key not in UNCHECKED})
         server = starting.wait()
-        with _connected(server, announced), _watched(server, settings.home):
+        with connected(server, announced), watched(server, settings.home):
             code, was_all_found = _run(module, options.json, values, settings.home)
     finally:
         if launcher is not None:
@@ -90,7 +90,7 @@ def announce(home: Home) -> str | None:
 
 
 @contextmanager
-def _connected(server: Server, announced: str | None) -> Iterator[None]:
+def connected(server: Server, announced: str | None) -> Iterator[None]:
     """While open, Prefect talks to `server`, which may not be the one that was announced."""
     if server.mode == "configured" or server.api_url == announced:
         yield
@@ -108,12 +108,12 @@ def _connected(server: Server, announced: str | None) -> Iterator[None]:
         yield
 
 
-def _watched(server: Server, home: Home) -> AbstractContextManager[object]:
+def watched(server: Server, home: Home) -> AbstractContextManager[object]:
     """While open, a server of ours that ends is started again."""
     return ServerWatch(home, os.environ) if server.mode == "local" else nullcontext()
 
 
-def _call(flow: Any, values: dict[str, Any], home: Home) -> Any:
+def call_flow(flow: Any, values: dict[str, Any], home: Home) -> Any:
     """Run a flow; once more if the server ended while the run was being made known to it."""
     try:
         return flow(**values)
@@ -130,12 +130,12 @@ def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tupl
     name = module.__name__.rpartition(".")[2]
     with _display(as_json) as tally:
         try:
-            made = _call(getattr(module, name), values, home)
+            made = call_flow(getattr(module, name), values, home)
         except KeyboardInterrupt:
             print("exeunt: interrupted; what is finished is kept", file=sys.stderr)
             return EXIT_INTERRUPTED, False
         except StageError as error:
-            _tell_error(error, as_json)
+            tell_error(error, as_json)
             return exit_code(error), False
     noun = "video" if made and made[0].path.endswith(".mp4") else "picture"
     if as_json:
@@ -152,7 +152,7 @@ def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tupl
     return EXIT_OK, not tally.made
 
 
-def _tell_error(error: StageError, as_json: bool) -> None:
+def tell_error(error: StageError, as_json: bool) -> None:
     if as_json:
         document = {"event": "failed", "error": type(error).__name__, "message": str(error)}
         print(json.dumps(document), flush=True)

@@ -27,7 +27,7 @@ EXIT_CODES = """exit codes:
   0  done
   1  unexpected error
   2  bad input: arguments, prompt, model directory
-  3  a stage failed: the same request fails again
+  3  a stage failed: the same request fails again; or rows of a batch have no picture
   4  a stage process was lost, ran out of memory or out of time: try again
   5  the artifact store cannot be read or written
   6  the Prefect server or worker cannot be reached or started

@@ -47,19 +47,33 @@ from stages.versions import CODE_VERSIONS, library_versions
 
 
 class Phase:
-    """One phase of a run: call it to run a request in the phase's own process."""
+    """One phase of a run: call it to run a request in the phase's own process.
 
-    def __init__(self, run: Run, stage: StageName) -> None:
+    Args:
+        session: Has the process; by default one that tells the run's display.
+        num_retries: How often a request is tried again whose process died.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stage: StageName,
+        *,
+        session: StageSession | None = None,
+        num_retries: int | None = None,
+    ) -> None:
         self._run, self._stage = run, stage
         self._label = ""
         self._ran = False
-        self._session = StageSession(
+        self._session = session or StageSession(
             stage,
             shared_launcher(run.settings.launch),
             timeout_s=run.timeout_s,
-            on_event=self._tell,
+            on_event=self.tell,
         )
         self._task = stage_task(stage)
+        if num_retries is not None:
+            self._task = self._task.with_options(retries=num_retries)
         if run.fresh:
             self._task = self._task.with_options(refresh_cache=True)
         self._shortage = Shortage(
@@ -145,7 +159,7 @@ class Phase:
         """End the phase's process, if it ever started."""
         self._session.close()
 
-    def _tell(self, event: Ready | Progress | Warn | Done | Failed) -> None:
+    def tell(self, event: Ready | Progress | Warn | Done | Failed) -> None:
         match event:
             case Progress():
                 self._run.display.step(

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from stages.errors import ArtifactError, RequestError
 from stages.file_names import check_name, find_collisions, safe_stem
 from stages.file_writes import check_folder_writable, new_file, raise_write_error, temp_name
-from stages.png_text import read_texts, with_texts
+from stages.png_text import SIGNATURE, read_texts, with_texts
 
 __all__ = [
     "Settings",
@@ -29,6 +29,7 @@ __all__ = [
     "find_collisions",
     "read_settings",
     "safe_stem",
+    "with_settings",
     "write_mp4",
     "write_png",
 ]
@@ -129,6 +130,26 @@ def check_output_folder(folder: str | Path) -> Path:
     return path
 
 
+def with_settings(content: bytes, settings: Settings) -> bytes:
+    """A PNG or MP4 file with its settings inside, as `write_png` and `write_mp4` write it.
+
+    Raises:
+        ArtifactError: `content` is neither.
+    """
+    is_png = content.startswith(SIGNATURE)
+    return _png_with(content, settings) if is_png else _mp4_with(content, settings)
+
+
+def _png_with(png: bytes, settings: Settings) -> bytes:
+    return with_texts(png, {"parameters": settings.as_parameters(), KEYWORD: settings.as_json()})
+
+
+def _mp4_with(mp4: bytes, settings: Settings) -> bytes:
+    from stages.mp4 import with_texts as with_comment
+
+    return with_comment(mp4, {"comment": settings.as_json()})
+
+
 def write_png(
     png: bytes,
     folder: str | Path,
@@ -156,8 +177,7 @@ def write_png(
         ArtifactError: `png` is no PNG file, or it cannot be written.
     """
     if settings is not None:
-        texts = {"parameters": settings.as_parameters(), KEYWORD: settings.as_json()}
-        png = with_texts(png, texts)
+        png = _png_with(png, settings)
     return _write(png, ".png", folder, prompt, seed, name, overwrite=overwrite)
 
 
@@ -178,9 +198,7 @@ def write_mp4(
         ArtifactError: `mp4` is no MP4 file, or it cannot be written.
     """
     if settings is not None:
-        from stages.mp4 import with_texts as with_comment
-
-        mp4 = with_comment(mp4, {"comment": settings.as_json()})
+        mp4 = _mp4_with(mp4, settings)
     return _write(mp4, ".mp4", folder, prompt, seed, name, overwrite=overwrite)
 
 

@@ -98,7 +98,7 @@ def test_a_run_that_met_no_server_begins_again_when_it_is_back(
             raise RuntimeError("Failed to reach API at http://127.0.0.1:4201/api/")
         return "painted"
 
-    assert cli_family._call(flow, {"seed": 7}, fake_home) == "painted"
+    assert cli_family.call_flow(flow, {"seed": 7}, fake_home) == "painted"
     assert given == [7, 7]
     assert local_pid(fake_home)
     assert "the run begins again when it answers" in caplog.text
@@ -114,5 +114,5 @@ def test_other_errors_of_a_run_are_not_tried_again(
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        cli_family._call(flow, {"seed": 7}, fake_home)
+        cli_family.call_flow(flow, {"seed": 7}, fake_home)
     assert given == [7]

@@ -1,0 +1,242 @@
+"""The batch as a Prefect flow: a table's rows through a family's flow, chunk by chunk.
+
+Each chunk is a sub-flow, so that Prefect lets go of what it keeps of its task runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.batch import prepare, results
+from flows.batch.backlog import Backlog, recorded_task_runs
+from flows.batch.display import BatchDisplay, to_log
+from flows.batch.errors import TableError
+from flows.batch.families import BatchFamily, batch_family
+from flows.batch.journal import Journal
+from flows.batch.passes import Passes
+from flows.batch.progress import Plan
+from flows.batch.scope import remembering
+from flows.display import current_display, showing
+from flows.row_names import DEFAULT_TEMPLATE
+from flows.table_columns import BATCH_WIDE
+from stages.contracts import Record
+from stages.errors import RequestError
+
+DEFAULT_CHUNK = 500
+MAX_CHUNK = 5_000
+"""Rows of a chunk: three task runs each, which Prefect keeps until their flow run ends."""
+
+MOST_NAMED = 5
+
+
+class BatchSummary(Record):
+    """What became of a batch.
+
+    Attributes:
+        output: The folder with the files and the results.
+        results: The results' table.
+        num_rows: Rows of the table.
+        num_done, num_failed, num_invalid: Of them.
+        num_run: Rows that this start has run; the others were finished, or bad.
+    """
+
+    output: str
+    results: str
+    num_rows: int
+    num_done: int
+    num_failed: int
+    num_invalid: int
+    num_run: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each row has its file."""
+        return self.num_done == self.num_rows
+
+
+def _run_name() -> str:
+    given = flow_run.parameters
+    return f"batch {given.get('family')} {given.get('table')}"[:200]
+
+
+@flow(name="batch", flow_run_name=_run_name, persist_result=False)
+def batch(
+    table: str,
+    family: str,
+    arguments: dict[str, Any] | None = None,
+    output: str = "batch",
+    name: str = DEFAULT_TEMPLATE,
+    chunk: int = DEFAULT_CHUNK,
+    retry: Literal["failed", "done"] | None = None,
+    strict: bool = False,
+    overwrite: bool = False,
+    max_failures: int | None = None,
+) -> BatchSummary:
+    """Run a family's flow for every row of a table, phase by phase.
+
+    Args:
+        table: A parquet, CSV or JSON lines file, or a folder of such files.
+        family: The command of the family, such as z-image.
+        arguments: Of the family's flow: for rows that leave them empty, and for all rows.
+        output: Folder for the files, the journal and the results.
+        name: Makes a file name of a row's values, such as {row:05d}-{prompt}.
+        chunk: Rows that go through the phases together, 1 to 5000.
+        retry: Run rows again that an earlier start left failed, or done.
+        strict: Refuse the batch if any row is bad.
+        overwrite: Replace files of the rows' names that this batch has not made.
+        max_failures: Failed rows that end the batch; by default it never ends for them.
+    """
+    _check(chunk, max_failures)
+    display = _display()
+    with (
+        showing(display),
+        remembering(),
+        Journal.open(output, retry=[] if retry is None else [retry]) as journal,
+    ):
+        for warning in journal.warnings:
+            display.warn(warning)
+        own = batch_family(family)
+        prepared = prepare.read(
+            table,
+            own,
+            _defaults(own, arguments or {}),
+            journal=journal,
+            template=name,
+            overwrite=overwrite,
+            tell=display.checks,
+        )
+        if strict and prepared.bad:
+            raise TableError(_bad_rows(prepared))
+        for bad in prepared.bad:
+            journal.add(bad)
+            display.row_ends(bad)
+        display.batch_begins(
+            Plan(
+                num_rows=prepared.count,
+                num_open=prepared.num_open,
+                num_bad=len(prepared.bad),
+            )
+        )
+        about = _about(own, prepared, table, arguments or {})
+        chunk_runs: list[str] = []
+        passes = Passes(
+            function=own.function,
+            journal=journal,
+            run_id=flow_run.id or "",
+            display=display,
+            backlog=Backlog(recorded_task_runs(lambda: chunk_runs)),
+            may_replace=overwrite,
+            max_failures=max_failures,
+        )
+        try:
+            with passes:
+                for number, rows in enumerate(prepared.chunks(chunk), 1):
+                    if number > 1:
+                        results.write(journal.output, journal.results(), about)
+
+                    def run_chunk(rows: list[Any] = rows) -> None:
+                        chunk_runs.append(flow_run.id or "")
+                        passes.run_chunk(rows)
+
+                    _in_sub_flow(number, len(rows), run_chunk)
+        finally:
+            path = results.write(journal.output, journal.results(), about)
+        display.batch_ends()
+        counts = journal.counts()
+        return BatchSummary(
+            output=str(journal.output),
+            results=str(path),
+            num_rows=prepared.count,
+            num_done=counts["done"],
+            num_failed=counts["failed"],
+            num_invalid=counts["invalid"],
+            num_run=passes.num_ended,
+        )
+
+
+# ---- chunks --------------------------------------------------------------------------------
+
+_work: ContextVar[Callable[[], None]] = ContextVar("exeunt_chunk")
+
+
+@flow(name="batch-chunk", flow_run_name="chunk {number}", persist_result=False)
+def batch_chunk(number: int, num_rows: int) -> None:
+    """One chunk of a batch; it runs inside of the batch alone."""
+    del number, num_rows  # they are for people
+    _work.get()()
+
+
+def _in_sub_flow(number: int, num_rows: int, work: Callable[[], None]) -> None:
+    token = _work.set(work)
+    try:
+        batch_chunk(number, num_rows)
+    finally:
+        _work.reset(token)
+
+
+# ---- what was asked for --------------------------------------------------------------------
+
+
+def _check(chunk: int, max_failures: int | None) -> None:
+    if not 1 <= chunk <= MAX_CHUNK:
+        raise RequestError(f"chunk is {chunk}, allowed are 1 to {MAX_CHUNK} rows")
+    if max_failures is not None and max_failures < 1:
+        raise RequestError(f"max_failures is {max_failures}, allowed are 1 and more")
+
+
+def _defaults(family: BatchFamily, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    known = (family.columns.arguments | BATCH_WIDE) & {*family.defaults, "prompt"} - {"output"}
+    if unknown := sorted(set(arguments) - known):
+        raise RequestError(
+            f"arguments has {', '.join(unknown)}, which {family.name} does not take for all rows; "
+            f"allowed are {', '.join(sorted(known))}"
+        )
+    return dict(arguments)
+
+
+def _bad_rows(prepared: prepare.Prepared) -> str:
+    told = "; ".join(str(bad.error) for bad in prepared.bad[:MOST_NAMED])
+    more = len(prepared.bad) - MOST_NAMED
+    return (
+        f"{len(prepared.bad)} of {prepared.count} rows cannot run: {told}"
+        + (f"; and {more} more" if more > 0 else "")
+        + "; correct them, or leave out --strict to run the others"
+    )
+
+
+def _about(
+    family: BatchFamily, prepared: prepare.Prepared, table: str, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    model = prepared.model
+    return {
+        "family": family.name,
+        "model": None if model is None else str(model.directory),
+        "model_name": None if model is None else model.directory.name,
+        "dtype": arguments.get("dtype", "auto"),
+        "device": arguments.get("device", "auto"),
+        "table": str(table),
+        "num_rows": prepared.count,
+        "started_at": datetime.now(UTC).isoformat(),
+        "run_id": flow_run.id,
+    }
+
+
+def _display() -> BatchDisplay:
+    """The chosen display if it hears of rows, else the log of the flow run."""
+    chosen = current_display()
+    if isinstance(chosen, BatchDisplay):
+        return chosen
+    from prefect.exceptions import MissingContextError
+    from prefect.logging import get_run_logger
+
+    try:
+        return to_log(get_run_logger())
+    except MissingContextError:
+        return to_log(logging.getLogger(__name__))
