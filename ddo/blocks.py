@@ -122,6 +122,10 @@ class Block:
         """Its weights as they lie in device memory of shape `(nbytes,)`."""
         return [member.view(memory) for member in self.members]
 
+    def was_given_data(self) -> bool:
+        """Whether somebody else has replaced what a weight was bound to."""
+        return any(member.tensor.data_ptr() != member.bound for member in self.members)
+
     def bind(self, views: Sequence[Tensor]) -> None:
         """Let all users compute with these."""
         for member, view in zip(self.members, views, strict=True):

@@ -296,6 +296,8 @@ class OffloadSession:
 
     def _enforce(self, new: OffloadPlan) -> None:
         """Make the device hold what the plan says, or less if it cannot. No step is active."""
+        if keep_replaced(self._inventory.blocks):
+            self._structure.forget()  # the blocks still copy what was there before
         while True:
             try:
                 self._plan = new
@@ -329,12 +331,16 @@ class OffloadSession:
             copied_bytes = self._layers.copied_bytes()
             self._layers.begin_step()  # first of all: the link may have nothing to do until then
             is_hurried = time.perf_counter() - self._last_end_s < _HURRY_S
-            if not self._structure.is_same() or (not is_hurried and self._structure.is_rewritten()):
-                self._take_over_again()
             self._look_later = is_hurried
-            self._learn()
-            self._take_slack()
-            self._grow()
+            self._is_stale = False
+            if not is_hurried and self._has_changed():
+                self._structure.forget()
+            if not self._structure.is_forgotten:
+                self._learn()
+                self._take_slack()
+                self._grow()
+            if self._structure.is_forgotten:
+                self._take_over_again()
             self._layers.recorder = None
             if self._num_to_profile and self._profiled is None:
                 self._layers.recorder = Recorder(self._backend)
@@ -348,7 +354,7 @@ class OffloadSession:
             self._num_active -= 1
             if self._num_active:
                 return
-            if is_complete and self._look_later and self._structure.is_rewritten():
+            if self._look_later and self._has_changed():
                 self._structure.forget()
                 self._is_stale = True
                 is_complete = False
@@ -360,8 +366,11 @@ class OffloadSession:
             self._layers.recorder = None
             self._last_end_s = time.perf_counter()
 
+    def _has_changed(self) -> bool:
+        return not self._structure.is_same() or self._structure.is_rewritten()
+
     def was_stale(self) -> bool:
-        """Whether the step that has ended computed with weights that were rewritten before it.
+        """Whether the step that has ended, or failed, met a module that was changed before it.
 
         While steps follow each other closely, this is found out when a step ends: the device
         is at work then. Before the step it would wait for the answer.

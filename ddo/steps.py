@@ -39,7 +39,7 @@ class Boundaries(Protocol[Smaller]):
         ...
 
     def was_stale(self) -> bool:
-        """Whether the step that ended last has to be run again, with the weights of now."""
+        """Whether the step that ended or failed last must be run again, with the module of now."""
         ...
 
     def stray_finder(self) -> StrayFinder | None:
@@ -100,7 +100,11 @@ class Steps:
             with _Step(self._boundaries, self._state):
                 return method(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError | DdoError):
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            if self._boundaries.was_stale():
+                return self._run_once(method, args, kwargs)
+            if isinstance(error, DdoError):
                 raise
             finder = self._boundaries.stray_finder()
             if finder is None:

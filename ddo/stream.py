@@ -28,6 +28,10 @@ class GradientError(DdoError, RuntimeError):
     """A streamed weight would be kept for a backward pass, by which time others lie there."""
 
 
+class WeightChanged(DdoError, RuntimeError):
+    """A streamed weight was given other data after the session had looked at it."""
+
+
 class Streamer:
     """Holds the device memory of a session. Thread-safe."""
 
@@ -107,6 +111,11 @@ class Streamer:
             raise GradientError(
                 f"weights of {block.name!r} stream but require gradients; call the module under "
                 "torch.no_grad() or torch.inference_mode()"
+            )
+        if number not in self._bound and block.was_given_data():
+            raise WeightChanged(
+                f"weights of {block.name!r} were given other data while a step was running; change "
+                "them between steps"
             )
         with self._lock:
             assert self._ring is not None

@@ -39,6 +39,11 @@ class Structure:
         """Answer that everything has changed."""
         self._is_forgotten = True
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether everything counts as changed, which needs no look."""
+        return self._is_forgotten
+
     def close(self) -> None:
         """Give the kernel's table of pages back."""
         if self._pages is not None:

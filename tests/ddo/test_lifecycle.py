@@ -238,7 +238,9 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.b(self.a(x))
 
 
-def test_adapters_may_come_and_go_while_attached(net):
+@pytest.mark.parametrize("hurry_s", [0.0, math.inf], ids=["idle", "hurried"])
+def test_adapters_may_come_and_go_while_attached(net, monkeypatch, hurry_s):
+    monkeypatch.setattr(lifecycle, "_HURRY_S", hurry_s)
     plain = run(net)
     before = photograph(net)
     backend = FakeBackend(2)
@@ -256,6 +258,34 @@ def test_adapters_may_come_and_go_while_attached(net):
         net.layers[1].up = base
         assert torch.equal(run(net), plain)
     assert_same(before, photograph(net))
+
+
+class NotMovedYet(nn.Linear):
+    """A layer that came while others are on a device: its first step fails."""
+
+    num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().forward(x)
+
+
+def test_a_step_that_fails_because_a_layer_was_replaced_is_run_again(net, monkeypatch):
+    monkeypatch.setattr(lifecycle, "_HURRY_S", math.inf)
+    with session_of(net) as session:
+        plain = run(net)
+        old = net.layers[1].up
+        new = NotMovedYet(old.in_features, old.out_features, bias=old.bias is not None)
+        new.load_state_dict(old.state_dict())
+        net.layers[1].up = new.requires_grad_(False)
+        assert torch.equal(run(net), plain)
+        assert session.report().num_replans["module changed"] == 1
+        new.num_calls = 0
+        with pytest.raises(RuntimeError, match="same device"):  # nothing has changed this time
+            run(net)
+        assert torch.equal(run(net), plain)
 
 
 @pytest.mark.parametrize("hurry_s", [0.0, math.inf], ids=["idle", "hurried"])
