@@ -49,12 +49,12 @@ class Nights:
         from flows.batch import results
         from flows.batch.flow import batch
 
-        before, reports = Counter(self._launcher.num_processes_started), set(self._reports())
+        before, reports = Counter(self._launcher.num_processes_started), set(self.reports())
         arguments = TINY | {"model": str(self.model), "device": "cpu"}
         arguments |= options.pop("arguments", {})
         options = {"table": str(self.table), "family": "z-image"} | options
         summary = batch(arguments=arguments, output=str(self.output), **options)
-        new = set(self._reports()) - reports
+        new = set(self.reports()) - reports
         return Ran(
             summary=summary,
             started=Counter(self._launcher.num_processes_started) - before,
@@ -62,7 +62,8 @@ class Nights:
             rows={row.id: row for row in results.read(self.output / results.NAME)},
         )
 
-    def _reports(self) -> list[Path]:
+    def reports(self) -> list[Path]:
+        """Of all stage requests in this home."""
         return list((self.home / "reports").rglob("*.json"))
 
 
@@ -74,12 +75,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def batch_launcher() -> Iterator[Any]:
-    """One fork server for the module, as one flow process has."""
+def batch_launcher(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One fork server for the module, as one flow process has.
+
+    The module's `ENVIRON` is added to the environment of what it makes.
+    """
     from flows.launch import shared_launcher
 
     shared_launcher.cache_clear()
-    made = shared_launcher("forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in getattr(request.module, "ENVIRON", {}).items():
+            patch.setenv(name, value)
+        made = shared_launcher("forkserver")
     made.expect("z-image")
     made.start_fork_server()
     assert eventually(_has_fork_server)  # it is there before what a test leaves is counted

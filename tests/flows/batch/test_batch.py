@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
+import pytest
+from PIL import Image
+
+from stages.errors import RequestError
 from stages.media import read_settings
 from tests.flows.batch.conftest import Nights
+from tests.support.studio import TINY
 
 ONE_EACH = {"inspect": 1, "encode": 1, "denoise": 1, "decode": 1}
 
@@ -45,3 +52,122 @@ def test_every_good_row_has_its_picture_and_a_bad_row_is_a_result(nights: Nights
     assert sorted(p.name for p in nights.output.iterdir()) == sorted(
         [*(row.file for row in ran.rows.values() if row.file), "batch.jsonl", "results.parquet"]
     )
+
+
+def test_a_second_start_redoes_nothing_and_writes_a_lost_picture_from_the_store(
+    nights: Nights,
+) -> None:
+    nights.write([{"prompt": f"a number {n}"} for n in range(3)])
+    first = nights.run()
+    before = {path.name: path.stat().st_mtime_ns for path in nights.output.glob("*.png")}
+    again = nights.run()
+    assert (again.started, again.ran, again.summary.num_run) == ({}, {}, 0)
+    assert again.rows == first.rows
+    assert before == {path.name: path.stat().st_mtime_ns for path in nights.output.glob("*.png")}
+
+    lost = first.rows["000002"]
+    content = (nights.output / str(lost.file)).read_bytes()
+    (nights.output / str(lost.file)).unlink()
+    third = nights.run()
+    assert (third.started, third.summary.num_run) == ({}, 1)
+    assert (nights.output / str(lost.file)).read_bytes() == content  # its seed was drawn, too
+    assert third.rows["000002"].cached and not lost.cached
+
+
+def test_chunks_take_one_process_a_phase_each_and_keep_the_order_of_the_table(
+    nights: Nights,
+) -> None:
+    nights.write([{"prompt": "the same", "seed": n} for n in range(5)])
+    ran = nights.run(chunk=2)
+    assert ran.started == {"inspect": 1, "encode": 1, "denoise": 3, "decode": 3}
+    assert [row.seed for row in ran.rows.values()] == [0, 1, 2, 3, 4]
+
+
+def test_a_batch_and_single_runs_share_their_results_both_ways(nights: Nights) -> None:
+    from flows.z_image import z_image
+
+    shared = {"prompt": "a shared fox", "seed": 5, "guidance_scale": 2.0}
+    nights.write([shared, {"prompt": "a fox of the batch", "seed": 6}])
+    singles = TINY | {"model": str(nights.model), "device": "cpu"}
+    singles |= {"output": str(nights.output.parent / "singles")}
+    (single,) = z_image(**shared, **singles)
+    ran = nights.run()
+    assert ran.ran == {"encode": 1, "denoise": 1, "decode": 1}
+    assert ran.rows["000001"].cached
+    assert ran.rows["000001"].picture_sha256 == single.digest
+    before = len(nights.reports())
+    (own,) = z_image(prompt="a fox of the batch", seed=6, **singles)
+    assert own.digest == ran.rows["000002"].picture_sha256
+    assert len(nights.reports()) == before
+
+
+def test_rows_that_two_batches_have_in_common_are_computed_once(nights: Nights) -> None:
+    rows = [{"prompt": f"a number {n}", "seed": n} for n in range(4)]
+    nights.write(rows[:3])
+    first = nights.run()
+    nights.write(rows[1:])
+    nights.output = nights.output.with_name("another folder")
+    second = nights.run()
+    assert second.ran == {"encode": 1, "denoise": 1, "decode": 1}
+    assert [row.cached for row in second.rows.values()] == [True, True, False]
+    assert second.rows["000001"].picture_sha256 == first.rows["000002"].picture_sha256
+
+
+def test_rows_with_and_without_a_picture_go_through_one_batch(
+    nights: Nights, tmp_path: Path
+) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    picture = str(tmp_path / "red.png")
+    nights.write(
+        [
+            {"id": "plain", "prompt": "a fox", "seed": 1},
+            {"id": "red", "prompt": "a fox", "seed": 1, "image": picture, "strength": 0.7},
+            {"id": "gone", "prompt": "a fox", "seed": 1, "image": str(tmp_path / "gone.png")},
+        ]
+    )
+    ran = nights.run()
+    assert ran.ran["condition"] == 1 and ran.started["denoise"] == 1
+    assert {name: row.status for name, row in ran.rows.items()} == {
+        "plain": "done",
+        "red": "done",
+        "gone": "invalid",
+    }
+    assert "gone.png" in (ran.rows["gone"].error or "")
+    assert read_settings(nights.output / "red.png").strength == 0.7
+    assert ran.rows["red"].picture_sha256 != ran.rows["plain"].picture_sha256
+
+
+def test_a_strict_batch_with_a_bad_row_runs_nothing(nights: Nights) -> None:
+    nights.write([{"prompt": "a fox"}, {"prompt": "a fox", "height": 77}])
+    with pytest.raises(RequestError, match=r"1 of 2 rows cannot run: .* row 2: height 77"):
+        nights.run(strict=True)
+    assert not nights.reports()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"chunk": 0}, "chunk is 0, allowed are 1 to 5000"),
+        ({"max_failures": 0}, "max_failures is 0"),
+        ({"arguments": {"output": "x"}}, "arguments has output, which z-image does not take"),
+        ({"arguments": {"num_images": 2}}, "arguments has num_images"),
+        ({"family": "zimage"}, "family is 'zimage', known are"),
+    ],
+)
+def test_what_a_batch_cannot_use_is_named_before_it_begins(
+    nights: Nights, options: dict[str, Any], told: str
+) -> None:
+    nights.write([{"prompt": "a fox"}])
+    with pytest.raises(RequestError, match=told):
+        nights.run(**options)
+    assert not nights.reports()
+
+
+def test_a_stranger_s_file_under_a_row_s_name_stays(nights: Nights) -> None:
+    nights.write([{"id": "fox", "prompt": "a fox"}])
+    nights.output.mkdir()
+    (nights.output / "fox.png").write_bytes(b"mine")
+    with pytest.raises(RequestError, match=r"fox\.png"):
+        nights.run()
+    assert (nights.output / "fox.png").read_bytes() == b"mine"
+    assert nights.run(overwrite=True).rows["fox"].status == "done"
