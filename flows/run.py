@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
@@ -29,6 +29,7 @@ from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
 from stages.contracts import (
+    AdapterUse,
     ArtifactRef,
     OffloadChoice,
     StageContext,
@@ -37,13 +38,15 @@ from stages.contracts import (
     StageResult,
 )
 from stages.errors import RequestError, StageError, StageOutOfMemory
-from stages.manifest import Manifest
+from stages.fingerprints import file_sha256
+from stages.lora_files import Lora
+from stages.manifest import ADAPTER_ROLE, AdapterFacts, Manifest
 from stages.media import Settings
 from stages.models import ModelDirectory
 from stages.protocol import Done, Failed, Progress, Ready, Warn
 from stages.safetensors_header import read_header
 from stages.tokens import truncation_sentence
-from stages.versions import CODE_VERSIONS, library_versions
+from stages.versions import CODE_VERSIONS, adapter_library_versions, library_versions
 
 
 class Phase:
@@ -101,7 +104,16 @@ class Phase:
             StageError: The phase failed; the class says how.
         """
         request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
-        self._label, self._ran = label, False
+        return self.answer(request)
+
+    def answer(self, request: StageRequest) -> StageResult:
+        """Run a request, or find its result.
+
+        Raises:
+            StageError: The phase failed; the class says how.
+        """
+        self._label = label = request.label
+        self._ran = False
         if self._run.fresh and self._stage == "denoise":  # its own ones still serve its retries
             self._run.store.checkpoints(request).clear()
         start = time.perf_counter()
@@ -185,6 +197,7 @@ class Run:
         fresh: Compute every stage anew, whatever the store holds, from files read anew.
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models share a GPU with the work; no part of any request.
+        loras: LoRA files that the models wear, in order.
         may_tile: Whether a decode that ran out of memory is done again in tiles.
         timeout_s: Longest time for one request; None waits for ever.
     """
@@ -201,6 +214,7 @@ class Run:
         fresh: bool = False,
         on_truncate: str = "warn",
         offload: OffloadChoice | None = None,
+        loras: Sequence[Lora] = (),
         may_tile: bool = True,
         timeout_s: float | None = None,
         run_id: str = "",
@@ -210,11 +224,17 @@ class Run:
         self.model_name = model_name
         self.fresh, self.timeout_s, self.may_tile = fresh, timeout_s, may_tile
         self.store = open_store(settings.store_url)
+        self.loras = tuple(loras)
+        self._worn = tuple(self._use(lora) for lora in loras)
         self.context = StageContext.model_validate(
             {
                 "model_dir": str(model.directory),
                 "store_url": settings.store_url,
                 "home_dir": str(settings.home.root),
+                "adapters": {
+                    use.digest: str(lora.path)
+                    for use, lora in zip(self._worn, self.loras, strict=True)
+                },
                 "device": device,
                 "on_truncate": on_truncate,
                 "offload": offload or OffloadChoice(),
@@ -240,6 +260,7 @@ class Run:
             "dtype": self.dtype,
             "device": self.context.device,
             "offload": self.context.offload.preset,
+            "lora": {lora.name: lora.scale for lora in self.loras},
             "fresh": self.fresh,
             "host": platform.node(),
             "store": self.store.url,
@@ -264,12 +285,44 @@ class Run:
             phase.retire()
             self.display.phase_ends(stage)
 
-    @cached_property
+    @property
     def manifest(self) -> Manifest:
         """What the model's phases load and take; computed once a model, then found."""
-        with self.phase("inspect") as inspect:
-            result = inspect(label=self.model_name)
-        return Manifest.model_validate_json(self.store.read(result.artifacts["manifest"]))
+        return self._inspected[0]
+
+    @cached_property
+    def _inspected(self) -> tuple[Manifest, tuple[frozenset[str], ...]]:
+        """The model's manifest, and for each LoRA file the components that it changes.
+
+        Raises:
+            StageError: The model is not whole, or a file does not fit it.
+        """
+        with self.phase("inspect", 1 + len(self.loras)) as inspect:
+            manifest = inspect(label=self.model_name).artifacts["manifest"]
+            changed = [
+                inspect.answer(self._question(use, lora.name)).artifacts[ADAPTER_ROLE]
+                for use, lora in zip(self._worn, self.loras, strict=True)
+            ]
+        facts = [AdapterFacts.model_validate_json(self.store.read(ref)) for ref in changed]
+        return (
+            Manifest.model_validate_json(self.store.read(manifest)),
+            tuple(frozenset(each.components) for each in facts),
+        )
+
+    def _question(self, use: AdapterUse, label: str) -> StageRequest:
+        """What `inspect` is asked of a LoRA file; neither its scale nor any weights matter."""
+        asked = self.request("inspect", (), seed=None, label=label, options={})
+        return asked.model_copy(
+            update={
+                "adapters": (use.model_copy(update={"scale": 1.0}),),
+                "components": {},
+                "libraries": library_versions() | adapter_library_versions(),
+            }
+        )
+
+    def _use(self, lora: Lora) -> AdapterUse:
+        digest = file_sha256(lora.path, self.settings.home.root, verify=self.fresh)
+        return AdapterUse(digest=digest, scale=lora.scale, target=lora.target)
 
     def request(
         self,
@@ -285,6 +338,7 @@ class Run:
         configs = {name: part.config_digest for name, part in parts.items()}
         configs["model_index"] = self.model.index_digest
         components: dict[str, str] = {}
+        adapters: tuple[AdapterUse, ...] = ()
         task = self.task
         if stage == "inspect":  # it reads no weights, only what their headers promise
             components = {name: part.header_digest for name, part in parts.items()}
@@ -293,17 +347,20 @@ class Run:
             task = facts.task or task  # a phase that tasks have in common has one result for all
             names = facts.components
             components = {name: self._fingerprint(name) for name in names}
+            worn = zip(self._worn, self._inspected[1], strict=True)
+            adapters = tuple(use for use, changed in worn if changed & set(names))
         return StageRequest(
             stage=stage,
             code_version=CODE_VERSIONS[stage],
             family=self.family,
             task=task,
-            libraries=library_versions(),
+            libraries=library_versions() | (adapter_library_versions() if adapters else {}),
             components=components,
             configs=configs,
             inputs=_roles(inputs),
             dtype=self.dtype,
             options={name: value for name, value in options.items() if value is not None},
+            adapters=adapters,
             seed=seed,
             label=label,
         )
@@ -326,8 +383,10 @@ class Run:
             self.display.warn(sentence)
 
     def model_hashes(self) -> dict[str, str]:
-        """Full fingerprint of each component that has weights or files of its own."""
-        return {name: self._fingerprint(name) for name in self.model.components}
+        """Full fingerprint of each component that has files of its own, and of LoRA files."""
+        found = {name: self._fingerprint(name) for name in self.model.components}
+        worn = zip(self.loras, self._worn, strict=True)
+        return found | {f"lora {lora.name}": use.digest for lora, use in worn}
 
     def _fingerprint(self, name: str) -> str:
         """A component's fingerprint; a fresh run reads its files once, seemingly unchanged or not.

@@ -68,6 +68,7 @@ def save_file(
         scheduler=run.model.components["scheduler"].class_name,
         model=run.model_name,
         model_hashes=run.model_hashes(),
+        adapters={lora.name: lora.scale for lora in run.loras},
         family=run.family,
         dtype=run.dtype,
         versions=library_versions(),

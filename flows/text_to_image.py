@@ -31,6 +31,7 @@ from stages import rules
 from stages.artifacts import ArtifactStore
 from stages.contracts import OffloadChoice, OffloadPreset, StageResult
 from stages.families import Family, family_named, require_model_of
+from stages.lora_files import Lora, choose_loras, target_warnings
 from stages.media import check_output_folder
 from stages.models import MINIATURE, ModelDirectory, open_model, resolve_model
 from stages.offload_rules import choose_offload, without_effect
@@ -59,6 +60,8 @@ ARGUMENTS = {
     "guidance_scale": "Weight of the prompt against the negative prompt; 1 or less is off.",
     "max_sequence_length": "Tokens of the prompt that are read.",
     "model": "A model directory in diffusers layout.",
+    "lora": "A LoRA file that the model wears: PATH, PATH:SCALE, or COMPONENT=PATH:SCALE where a "
+    "model has two transformers; several are added in their order.",
     "dtype": "float32, bfloat16, float16, or auto for that of the model's files.",
     "device": "cpu, cuda, cuda:N, or auto.",
     "offload": "How weights share a GPU with the work; by default DDO_PRESET, else auto, which "
@@ -118,6 +121,7 @@ class Job:
         guidance_scale: None where the model takes none.
         max_sequence_length: None where the family has no such option.
         start: What it starts from: the task, and the pictures that were given.
+        loras: What its models wear, in order.
     """
 
     family: Family
@@ -137,6 +141,7 @@ class Job:
     folder: Path
     warnings: tuple[str, ...]
     start: Start = field(default_factory=Start)
+    loras: tuple[Lora, ...] = ()
 
     @property
     def media(self) -> Mapping[str, Any]:
@@ -194,6 +199,7 @@ def check_job(
     guidance_scale: float | None = None,
     default_guidance: float | None,
     max_sequence_length: int | None = None,
+    lora: str | Sequence[str] | None = None,
     dtype: str = "auto",
     device: str = "auto",
     offload: OffloadPreset | None = None,
@@ -219,6 +225,7 @@ def check_job(
     settings = RunSettings.from_env()
     ArtifactStore(settings.store_url).check_writable()
     own = model_settings(opened.directory)
+    loras = choose_loras(lora)
     configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
     vae, denoiser = configs["vae"], configs[declared.denoiser]
     start = start or check_start(
@@ -287,12 +294,14 @@ def check_job(
         folder=check_output_folder(output),
         warnings=(
             *opened.warnings,
+            *target_warnings(loras, opened),
             *start.warnings,
             *resized,
             *drowned,
             *(text for text in idle if text),
         ),
         start=start,
+        loras=loras,
     )
 
 
@@ -308,6 +317,7 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
         fresh=fresh,
         on_truncate=on_truncate,
         offload=job.offload,
+        loras=job.loras,
         may_tile=vae_tiling != "off",
         run_id=flow_run.id or "",
     )

@@ -6,6 +6,7 @@ request alone, never on what it wore before: all is taken off, then all is put o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,10 @@ class Worn:
         if uses:
             self.uses = None
             names = [f"lora_{n}" for n in range(len(uses))]
-            for name, use, path in zip(names, uses, paths, strict=True):
-                _put_on(wearer, name, use, path, getattr(pipe, "unet", None))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                for name, use, path in zip(names, uses, paths, strict=True):
+                    _put_on(wearer, name, use, path, getattr(pipe, "unet", None))
             wearer.set_adapters(names, [use.scale for use in uses])
         self.uses = uses
 

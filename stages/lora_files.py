@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stages.errors import DependencyError, ModelError, RequestError
 from stages.model_files import PICKLE_SUFFIXES, check_file, is_there
+from stages.models import ModelDirectory
 from stages.safetensors_header import HeaderError, TensorInfo, read_header
 
 PARTNERS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), (".down.", ".up."), ("_down.", "_up."))
@@ -68,6 +69,28 @@ def choose_loras(given: str | Sequence[str] | None) -> tuple[Lora, ...]:
         check_lora_file(lora.path)
     require_peft()
     return found
+
+
+def target_warnings(loras: Sequence[Lora], model: ModelDirectory) -> tuple[str, ...]:
+    """Tells which of two transformers wears a file that names none.
+
+    Raises:
+        RequestError: A file names a component that the model does not have.
+    """
+    for lora in loras:
+        if lora.target and lora.target not in model.components:
+            raise RequestError(
+                f"lora names component {lora.target!r}, but {model.directory.name} has "
+                f"{', '.join(sorted(model.components))}"
+            )
+    if "transformer_2" not in model.components:
+        return ()
+    return tuple(
+        f"lora {lora.path.name} is worn by transformer alone; name transformer or transformer_2 "
+        f"before it, as in transformer_2={lora.path.name}"
+        for lora in loras
+        if not lora.target
+    )
 
 
 def require_peft() -> None:

@@ -17,3 +17,8 @@ they define, and its version is provenance like the device, kept in the stage's 
 def library_versions() -> dict[str, str]:
     """Installed versions of the defining libraries, read without importing them."""
     return {name: metadata.version(name) for name in DEFINING_LIBRARIES}
+
+
+def adapter_library_versions() -> dict[str, str]:
+    """Versions of the libraries that add LoRA to a model."""
+    return {"peft": metadata.version("peft")}
