@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("table", "family", "output", "name", "chunk", "retry", "strict", "overwrite"),
-    *("max_failures", "json", "verbose"),
+    *("max_failures", "forecast", "json", "verbose"),
 )
 """The batch's own; every other one is an argument of the family."""
 
@@ -174,6 +174,12 @@ def _parser(command: str, *, is_whole: bool = True) -> argparse.ArgumentParser:
     own.add_argument("--strict", action="store_true", help="refuse the batch if a row is bad")
     own.add_argument(
         "--overwrite", action="store_true", help="replace files that this batch has not made"
+    )
+    own.add_argument(
+        "--no-forecast",
+        dest="forecast",
+        action="store_false",
+        help="run a batch all the same that disk or memory cannot hold",
     )
     limits = own.add_mutually_exclusive_group()
     limits.add_argument(

@@ -19,12 +19,14 @@ from flows.batch.backlog import Backlog, recorded_task_runs
 from flows.batch.display import BatchDisplay, to_log
 from flows.batch.errors import TableError
 from flows.batch.families import BatchFamily, batch_family
+from flows.batch.forecast import forecast_batch
 from flows.batch.journal import Journal
 from flows.batch.passes import Passes
 from flows.batch.progress import Plan
 from flows.batch.scope import remembering
 from flows.display import current_display, showing
 from flows.row_names import DEFAULT_TEMPLATE
+from flows.settings import RunSettings
 from flows.table_columns import BATCH_WIDE
 from stages.contracts import Record
 from stages.errors import RequestError
@@ -78,6 +80,7 @@ def batch(
     strict: bool = False,
     overwrite: bool = False,
     max_failures: int | None = None,
+    forecast: bool = True,
 ) -> BatchSummary:
     """Run a family's flow for every row of a table, phase by phase.
 
@@ -92,6 +95,7 @@ def batch(
         strict: Refuse the batch if any row is bad.
         overwrite: Replace files of the rows' names that this batch has not made.
         max_failures: Failed rows that end the batch; by default it never ends for them.
+        forecast: Refuse a batch that disk or memory cannot hold.
     """
     _check(chunk, max_failures)
     display = _display()
@@ -117,13 +121,7 @@ def batch(
         for bad in prepared.bad:
             journal.add(bad)
             display.row_ends(bad)
-        display.batch_begins(
-            Plan(
-                num_rows=prepared.count,
-                num_open=prepared.num_open,
-                num_bad=len(prepared.bad),
-            )
-        )
+        display.batch_begins(_plan(prepared, journal, may_refuse=forecast))
         about = _about(own, prepared, table, arguments or {})
         chunk_runs: list[str] = []
         passes = Passes(
@@ -199,6 +197,26 @@ def _defaults(family: BatchFamily, arguments: Mapping[str, Any]) -> dict[str, An
             f"allowed are {', '.join(sorted(known))}"
         )
     return dict(arguments)
+
+
+def _plan(prepared: prepare.Prepared, journal: Journal, *, may_refuse: bool) -> Plan:
+    """What the batch is about to do, with its forecast.
+
+    Raises:
+        RequestError: It cannot fit.
+    """
+    found = None
+    if prepared.jobs:
+        found = forecast_batch(prepared.jobs, prepared.job, journal.output, RunSettings.from_env())
+        if may_refuse:
+            found.check()
+    return Plan(
+        num_rows=prepared.count,
+        num_open=prepared.num_open,
+        num_bad=len(prepared.bad),
+        forecast_s={} if found is None else dict(found.seconds),
+        forecast="" if found is None else found.sentence(),
+    )
 
 
 def _bad_rows(prepared: prepare.Prepared) -> str:

@@ -20,23 +20,26 @@ class Plan:
         num_open: Rows that are to run; the others are finished, or bad.
         num_bad: Rows that cannot run.
         forecast_s: Seconds of a row in each stage; empty where nothing is known.
+        forecast: What the open rows will take, as a sentence; empty if none is to run.
     """
 
     num_rows: int
     num_open: int
     num_bad: int
     forecast_s: dict[str, float] = field(default_factory=dict)
+    forecast: str = ""
 
 
 def plan_sentence(plan: Plan) -> str:
-    """For people: `1000 rows: 900 to run, 97 finished before, 3 bad`."""
+    """For people: `1000 rows: 900 to run, 97 finished before, 3 bad`, and what they take."""
     num_done = plan.num_rows - plan.num_open - plan.num_bad
     parts = [f"{plan.num_open} to run"]
     if num_done:
         parts.append(f"{num_done} finished before")
     if plan.num_bad:
         parts.append(f"{plan.num_bad} bad")
-    return f"{plan.num_rows} rows: {', '.join(parts)}"
+    told = f"{plan.num_rows} rows: {', '.join(parts)}"
+    return f"{told}; {plan.forecast}" if plan.forecast else told
 
 
 class Progress:

@@ -1,0 +1,41 @@
+"""What a batch does before its first row, at its first start and at later ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from typing import Any
+
+import pytest
+
+from flows.batch.past import read_past
+from flows.batch.rows import Work
+from flows.settings import RunSettings
+from stages.errors import RequestError
+from tests.flows.batch.conftest import Nights
+
+
+def test_a_batch_that_cannot_fit_starts_nothing_unless_it_is_told_to(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights.write([{"prompt": "a red fox", "seed": n} for n in range(2)])
+    usage = namedtuple("usage", "total used free")
+    found: Any = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 10**4, 10**4))
+    with pytest.raises(RequestError, match="the batch of 2 rows cannot fit"):
+        nights.run()
+    assert not (nights.home / "store" / "records").exists()
+    monkeypatch.setattr(shutil, "disk_usage", found)
+    assert nights.run(forecast=False).summary.num_done == 2
+
+    settings = RunSettings.from_env()
+    past = read_past(
+        settings.home.reports, store_url=settings.store_url, family="z-image",
+        model=nights.model.name, dtype="float32", device="cpu",
+    )  # fmt: skip
+    size = {"height": 64, "width": 64}
+    work = Work(**size, num_frames=1, num_inference_steps=2, is_guided=False)
+    for stage in ("encode", "denoise", "decode"):  # the next night's forecast
+        assert past.seconds(stage, work)
+        assert past.nbytes(stage, work)
+    assert past.peak_host_bytes > 10 * 2**20
