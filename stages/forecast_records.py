@@ -35,9 +35,15 @@ class Job:
         height: Pixels.
         width: Pixels.
         num_inference_steps: Denoising steps.
-        is_guided: Whether every prompt and every step is computed twice.
+        is_guided: Whether every step is computed twice.
         max_sequence_length: Tokens of the prompt.
         dtype: Compute dtype by torch's name.
+        family: By its declaration's name.
+        task: The family's task.
+        num_media: Pictures that it starts from.
+        num_frames: Of a video; 1 for a picture.
+        frame_rate: Frames a second; 0 for a picture.
+        encodes_negative: Whether a negative prompt is encoded, too.
     """
 
     height: int
@@ -46,6 +52,17 @@ class Job:
     is_guided: bool
     max_sequence_length: int
     dtype: str
+    family: str = ""
+    task: str = ""
+    num_media: int = 0
+    num_frames: int = 1
+    frame_rate: float = 0.0
+    encodes_negative: bool = False
+
+    @property
+    def is_conditioned(self) -> bool:
+        """Whether it starts from pictures or a video, which a condition phase reads."""
+        return self.num_media > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +78,8 @@ class ComponentForecast:
         weights_on_device_bytes: Weights and ring.
         activation_bytes: Estimate of the module's own work.
         pinned_bytes: Host memory that is pinned; with mapped files it is page cache.
+        staged_bytes: Weights that no pinned memory is left for: each call copies them through a
+            small pinned ring.
         anonymous_bytes: Host memory for weights whose dtype is converted.
         step_s: One call of the module.
         elapsed_s: All calls, and the first copy of what stays.
@@ -77,6 +96,7 @@ class ComponentForecast:
     weights_on_device_bytes: int = 0
     activation_bytes: int = 0
     pinned_bytes: int = 0
+    staged_bytes: int = 0
     anonymous_bytes: int = 0
     step_s: float | None = None
     elapsed_s: float | None = None

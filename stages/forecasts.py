@@ -16,40 +16,52 @@ from ddo.planning import PlanError
 from ddo.settings import OffloadSettings
 from ddo.sizes import show_nbytes
 from stages import rules
-from stages.activations import (
-    decoder_activation_bytes,
-    decoder_flops,
-    sequence_activation_bytes,
-)
 from stages.contracts import OffloadChoice
 from stages.errors import ModelError, RequestError
+from stages.families import FAMILIES, Family, family_named
 from stages.forecast_records import ComponentForecast, Job, ModelForecast, Rates
 from stages.models import Component, ModelDirectory, open_model
 from stages.offload_rules import choose_offload
+from stages.size_rules import trained_edge
+from stages.workloads import Workload, is_denoiser, workloads
 
 ASSUMED_FLOPS_PER_S = 100e12  # matrix products in half precision on a card of the middle
+ASSUMED_STAGING_BYTES_PER_S = 8e9  # from the page cache through a pinned ring
 ASSUMED_TOKENS = 512
 _WITHOUT_LIMIT = 1 << 50  # bytes: what a device without a given size is planned with
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def forecast_model(
     directory: str | Path,
     *,
+    family: str = "",
+    task: str = "",
     height: int | None = None,
     width: int | None = None,
+    num_frames: int = 1,
+    frame_rate: float = 0.0,
+    num_media: int = 0,
     num_inference_steps: int = 8,
     guidance_scale: float = 1.0,
     max_sequence_length: int = ASSUMED_TOKENS,
+    encodes_negative: bool | None = None,
     dtype: str = "auto",
     choice: OffloadChoice | None = None,
     rates: Rates | None = None,
 ) -> ModelForecast:
-    """Forecast one picture of a model.
+    """Forecast one picture or video of a model.
 
     Args:
-        height: Pixels; None: what the VAE was trained at.
+        family: By its declaration's name; by default the first that takes such a model.
+        task: The family's task; by default its first.
+        height: Pixels; None: what the model was trained at.
+        num_frames: Frames of a video; 1 for a picture.
+        frame_rate: Frames a second; it tells how much sound a video has.
+        num_media: Pictures that it starts from; 0: there is no condition phase.
+        num_inference_steps: Steps that are really computed.
+        guidance_scale: The largest of all guiders'; over 1 computes every step twice.
+        encodes_negative: Whether a negative prompt is encoded; by default if it is guided.
         choice: Preset and budgets; None: what the `DDO_*` variables say.
 
     Raises:
@@ -63,74 +75,80 @@ def forecast_model(
             f"offload is {choice.preset!r}, which plans nothing; choose auto, resident, stream or "
             "low_memory"
         )
-    vae, denoiser = _geometry(model)
-    multiple = rules.spatial_multiple(vae, denoiser)
-    side = int(vae.get("sample_size") or 1024)
+    declared = family_named(family) if family else _family_of(model)
+    denoiser = _denoiser(model, declared)
+    vae, config = _vae(model).config(), denoiser.config()
+    sized_by = config if declared.sized_by == declared.denoiser else vae
+    side = trained_edge(vae, sized_by, declared.edge)
     height, width = rules.check_size(
-        side if height is None else height, side if width is None else width, multiple
+        side if height is None else height,
+        side if width is None else width,
+        rules.spatial_multiple(vae, config),
     )
+    is_guided = bool(declared.guidance) and rules.check_guidance(guidance_scale) > 1
     job = Job(
+        family=declared.name,
+        task=task or next(iter(declared.tasks)),
         height=height,
         width=width,
+        num_frames=num_frames,
+        frame_rate=frame_rate,
+        num_media=num_media,
         num_inference_steps=rules.check_steps(num_inference_steps),
-        is_guided=rules.check_guidance(guidance_scale) > 1,
+        is_guided=is_guided,
+        encodes_negative=is_guided if encodes_negative is None else encodes_negative,
         max_sequence_length=rules.check_token_limit(max_sequence_length, 1 << 20),
-        dtype=rules.check_dtype(dtype, _denoiser(model).file_dtype),
+        dtype=rules.check_dtype(dtype, denoiser.file_dtype),
     )
     budget = choice.device_budget or rates.device_bytes
-    planner = _Planner(job, choice, rates, budget, multiple, rules.vae_scale(vae))
-    parts = [part for part in model.components.values() if part.weights is not None]
-    found = [planner.component(part) for part in sorted(parts, key=_phase_number)]
+    planner = _Planner(choice, rates, budget)
+    found = [
+        planner.plan(model.components[each.component], each)
+        for each in workloads(model, declared, job)
+    ]
+    staged = any(each.staged_bytes for each in found)
     return ModelForecast(
         model=str(model.directory),
         job=job,
         preset=choice.preset,
         device_budget=budget,
         components=tuple(found),
-        notes=tuple(planner.notes()),
+        notes=tuple(planner.notes(is_staged=staged, has_sound=bool(declared.sound))),
     )
 
 
-PHASES = ("encode", "denoise", "decode")
+def _family_of(model: ModelDirectory) -> Family:
+    for name in FAMILIES:
+        family = family_named(name)
+        if model.class_name in (*family.models, family.pipeline):
+            return family
+    raise ModelError(
+        f"model {model.directory} is a {model.class_name}, which no family here takes; "
+        "`exeunt --help` lists the families"
+    )
 
 
-def phase_of(part: Component) -> str:
-    """The phase that loads a component for text-to-image, by its class."""
-    if any(kind in part.class_name for kind in ("Transformer", "UNet")) and (
-        part.library == "diffusers"
-    ):
-        return "denoise"
-    return "decode" if part.class_name.startswith(("Autoencoder", "VQModel")) else "encode"
-
-
-def _phase_number(part: Component) -> int:
-    return PHASES.index(phase_of(part))
-
-
-def _denoiser(model: ModelDirectory) -> Component:
+def _denoiser(model: ModelDirectory, family: Family) -> Component:
     for part in model.components.values():
-        if part.weights is not None and phase_of(part) == "denoise":
+        if part.weights is not None and is_denoiser(part, family):
             return part
     raise ModelError(
-        f"no transformer or UNet with weights in {model.directory}; a forecast needs one"
+        f"no {family.denoiser} with weights in {model.directory}; a forecast needs one"
     )
 
 
-def _geometry(model: ModelDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
-    for part in model.components.values():
-        if part.weights is not None and phase_of(part) == "decode":
-            return part.config(), _denoiser(model).config()
-    raise ModelError(f"no VAE with weights in {model.directory}; a forecast needs one")
+def _vae(model: ModelDirectory) -> Component:
+    part = model.components.get("vae")
+    if part is None or part.weights is None:
+        raise ModelError(f"no VAE with weights in {model.directory}; a forecast needs one")
+    return part
 
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    job: Job
     choice: OffloadChoice
     rates: Rates
     budget: int | None
-    multiple: int
-    scale: int
 
     @property
     def link(self) -> float:
@@ -142,69 +160,46 @@ class _Planner:
     def flops(self) -> float:
         return self.rates.flops_per_s or ASSUMED_FLOPS_PER_S
 
-    def component(self, part: Component) -> ComponentForecast:
-        phase, shapes = phase_of(part), part.tensor_shapes()
-        item_bytes = _ITEM_BYTES[self.job.dtype]
-        # Guidance calls a module once more: it takes time, not memory.
-        passes = 2 if self.job.is_guided else 1
-        if phase == "decode":
-            rows, columns = self.job.height // self.scale, self.job.width // self.scale
-            num_parameters = sum(math.prod(shape) for shape in shapes.values())
-            tokens = max(1, round(decoder_flops(shapes, rows, columns) / (2 * num_parameters)))
-            work = decoder_activation_bytes(
-                part.config(), self.job.height, self.job.width, item_bytes
-            )
-            return self._plan(part, phase, tokens, 1, work)
-        tokens = self.job.max_sequence_length
-        if phase == "denoise":
-            tokens += self.job.height * self.job.width // self.multiple**2
-            work = sequence_activation_bytes(shapes, tokens, item_bytes)
-            return self._plan(part, phase, tokens, self.job.num_inference_steps * passes, work)
-        num_layers = part.config().get("num_hidden_layers")
-        kept = num_layers if isinstance(num_layers, int) else 0
-        work = sequence_activation_bytes(shapes, tokens, item_bytes, num_kept_states=kept)
-        return self._plan(part, phase, tokens, passes, work)
-
-    def _plan(
-        self, part: Component, phase: str, tokens: int, num_steps: int, work: int
-    ) -> ComponentForecast:
+    def plan(self, part: Component, work: Workload) -> ComponentForecast:
         budget = self.budget or _WITHOUT_LIMIT
         settings = OffloadSettings(
             **self.choice.model_dump()
             | {"device_budget": budget, "link_rate": max(1, int(self.link))}
         )
-        weights = part.nbytes
         common: dict[str, Any] = {
-            "phase": phase,
+            "phase": work.phase,
             "component": part.name,
-            "num_steps": num_steps,
-            "disk_bytes": weights,
-            "read_s": weights / d if (d := self.rates.disk_bytes_per_s) else None,
+            "num_steps": work.num_calls,
+            "disk_bytes": part.nbytes,
+            "read_s": part.nbytes / d if (d := self.rates.disk_bytes_per_s) else None,
         }
+        num_parameters = sum(math.prod(shape) for shape in part.tensor_shapes().values())
         try:
             found = forecast(
                 part.directory,
                 settings,
-                num_tokens=tokens,
-                num_steps=num_steps,
+                # So many tokens through every weight are as many operations.
+                num_tokens=max(1, round(work.flops / (2 * num_parameters))),
+                num_steps=work.num_calls,
                 flops_per_s=self.flops,
                 variant=part.variant,
-                dtype=_FORMAT_NAMES[self.job.dtype],
+                dtype=_FORMAT_NAMES[work.dtype],
             )
         except PlanError as error:
             return ComponentForecast(**common, problem=str(error))
         except DdoError as error:
             raise ModelError(f"component {part.name!r}: {error}") from error
         plan = found.plan
-        peak = plan.device_bytes + work
-        first_copy_s = plan.resident_bytes / self.link
-        steps_s = (found.step_s or 0.0) * num_steps
+        peak = plan.device_bytes + work.activation_bytes
+        staged = max(0, plan.streamed_bytes - found.host_budget_bytes)
+        step_s = self._with_staging(found.step_s or 0.0, plan.streamed_bytes, staged)
         problem = ""
         if peak > budget:
             problem = (
-                f"{show_nbytes(plan.device_bytes)} of weights and about {show_nbytes(work)} of "
-                f"work exceed the device budget of {show_nbytes(budget)}; raise device_budget, or "
-                "reserve, which leaves less to weights"
+                f"{show_nbytes(plan.device_bytes)} of weights and about "
+                f"{show_nbytes(work.activation_bytes)} of work exceed the device budget of "
+                f"{show_nbytes(budget)}; raise device_budget, or reserve, which leaves less to "
+                "weights"
             )
         # What is resident is copied once; its pages are let go afterwards.
         return ComponentForecast(
@@ -213,14 +208,22 @@ class _Planner:
             anonymous_bytes=found.converted_bytes,
             device_bytes=peak,
             weights_on_device_bytes=plan.device_bytes,
-            activation_bytes=work,
+            activation_bytes=work.activation_bytes,
             pinned_bytes=found.pinned_bytes,
-            step_s=found.step_s,
-            elapsed_s=first_copy_s + steps_s,
+            staged_bytes=staged,
+            step_s=step_s,
+            elapsed_s=plan.resident_bytes / self.link + step_s * work.num_calls,
             problem=problem,
         )
 
-    def notes(self) -> list[str]:
+    def _with_staging(self, step_s: float, streamed: int, staged: int) -> float:
+        """A step whose weights do not all come from pinned memory, in seconds."""
+        if not staged:
+            return step_s
+        staging = min(ASSUMED_STAGING_BYTES_PER_S, self.link)
+        return max(step_s, (streamed - staged) / self.link + staged / staging)
+
+    def notes(self, *, is_staged: bool, has_sound: bool) -> list[str]:
         """What the numbers rest on."""
         found = []
         if self.budget is None:
@@ -240,6 +243,13 @@ class _Planner:
                     f"{name}: {used:.3g} {unit} is assumed; `exeunt doctor` measures it on the "
                     "machine with the GPU"
                 )
+        if is_staged:
+            found.append(
+                f"weights beyond the host budget: {ASSUMED_STAGING_BYTES_PER_S / 1e9:.3g} GB/s is "
+                "assumed, from the page cache through a pinned ring"
+            )
+        if has_sound:
+            found.append("decoding sound is left out: it is small beside the video")
         found.append("activations are estimates; libraries and the CUDA context come on top")
         found.append("times leave out the start of processes and reading from disk")
         return found

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from stages.activations import (
-    decoder_activation_bytes,
-    decoder_flops,
-    sequence_activation_bytes,
-)
+from stages.activations import sequence_activation_bytes, vae_activation_bytes
 from stages.contracts import OffloadChoice
 from stages.errors import ModelError, RequestError
 from stages.forecast_records import ComponentForecast, ModelForecast, Rates
@@ -68,7 +64,8 @@ def test_time_is_computation_and_the_first_copy_of_what_stays(model: Path) -> No
     first_copy_s = found.weights_on_device_bytes / 50e9
     assert found.elapsed_s == pytest.approx(first_copy_s + 10 * found.step_s)
     tokens = 512 + (1024 // 16) ** 2
-    assert found.step_s == pytest.approx(found.disk_bytes * tokens / 400e12, rel=0.01)
+    attention = 4 * tokens**2 * 3840 * 32
+    assert found.step_s == pytest.approx((found.disk_bytes * tokens + attention) / 400e12, rel=0.02)
     assert found.read_s == pytest.approx(found.disk_bytes / 2e9)
 
 
@@ -144,34 +141,6 @@ def test_bad_directories_and_sizes_are_clear_errors(model: Path, tmp_path: Path)
 # ---- estimates, held against what torch does ------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def vae() -> Any:
-    import diffusers
-    import torch
-
-    torch.manual_seed(0)
-    return diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 3,
-        up_block_types=["UpDecoderBlock2D"] * 3,
-        block_out_channels=[16, 32, 32],
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        mid_block_add_attention=False,
-    ).eval()
-
-
-def test_a_decoders_operations_are_those_that_torch_counts(vae: Any) -> None:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    rows, columns = 12, 8
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        vae.decode(torch.randn(1, 4, rows, columns))
-    shapes = {name: tuple(p.shape) for name, p in vae.named_parameters()}
-    assert decoder_flops(shapes, rows, columns) == pytest.approx(counter.get_total_flops())
-
-
 LONG = "a large red circle on a white background, " * 20  # longer than its encoder reads
 OPTIONS: dict[str, dict[str, Any]] = {
     "encode": {"prompt": LONG, "max_sequence_length": 64},
@@ -237,5 +206,5 @@ def test_a_gated_layer_holds_four_copies_of_its_width_and_an_embedding_none() ->
 
 def test_a_decoder_whose_configuration_is_silent_is_taken_for_a_usual_one() -> None:
     usual = {"block_out_channels": [128, 256, 512, 512]}
-    assert decoder_activation_bytes({}, 64, 64, 2) == decoder_activation_bytes(usual, 64, 64, 2)
-    assert decoder_activation_bytes({"block_out_channels": [8]}, 1, 1, 1) == 8 + 4 * 8
+    assert vae_activation_bytes({}, 64, 64, 2) == vae_activation_bytes(usual, 64, 64, 2)
+    assert vae_activation_bytes({"block_out_channels": [8]}, 1, 1, 1) == 8 + 4 * 8
