@@ -51,7 +51,7 @@ def run(
     frame_rate = check_frame_rate(job.options.pop(FRAME_RATE, None)) if is_video else 0.0
     pipe = loaded_pipe(job)
     for facts in job.facts.values():
-        check_latents(pipe, facts, job.handed.values)
+        check_latents(pipe, facts, job.handed.values, job.family.layout)
     is_cropped = job.options.get("padding_mask_crop") is not None
     is_finished = is_cropped or request.task in job.family.finished
     job.options["output_type"] = "pil" if is_finished else "pt"

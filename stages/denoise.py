@@ -39,7 +39,7 @@ def run(
             if step is None:
                 raise
             raise BorderError(f"{error} (first seen after step {step})") from error
-    facts = {"latents": describe_latents(pipe, made.values)}
+    facts = {"latents": describe_latents(pipe, made.values, job.family.layout)}
     if checkpoints is None:
         return finish_handover(job, "latents", made, facts)
     job.tracker.facts["resumed_from_step"] = checkpoints.resumed_from_step

@@ -1,7 +1,8 @@
 """The one form in which latents cross the border, described so that it can be checked.
 
 Latents are unpacked, `(B, C, H, W)` or `(B, C, F, H, W)`, except those of LTX-2, whose pipeline
-unpacks picture `(B, L, C)` and sound in its decoder; and scaled as the denoiser left
+unpacks picture `(B, L, C)` and sound in its decoder, and those of a family that declares another
+`layout`; and scaled as the denoiser left
 them: the decoder divides by `scaling_factor` and adds `shift_factor` (or undoes the mean and
 standard deviation per channel). The description names the numbers that the undoing depends
 on, and decode refuses latents whose numbers are not those of its VAE.
@@ -22,11 +23,12 @@ _SCALARS = ("scaling_factor", "shift_factor")
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
-def describe_latents(pipe: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def describe_latents(pipe: Any, values: Mapping[str, Any], layout: str = "") -> dict[str, Any]:
     """Layout, shape and scaling of the latents that a phase hands on, as plain JSON."""
+    layouts = _LAYOUTS | ({len(layout): layout} if layout else {})
     described = {
         name: {
-            "layout": _LAYOUTS.get(value.ndim, f"{value.ndim}D"),
+            "layout": layouts.get(value.ndim, f"{value.ndim}D"),
             "shape": list(value.shape),
             "dtype": str(value.dtype).removeprefix("torch."),
             "packed": value.ndim == 3,
@@ -38,18 +40,21 @@ def describe_latents(pipe: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"tensors": described, "vae": vae_numbers(pipe)}
 
 
-def check_latents(pipe: Any, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def check_latents(
+    pipe: Any, facts: Mapping[str, Any], values: Mapping[str, Any], layout: str = ""
+) -> None:
     """Refuse latents that are not what their description says, or that another VAE must decode.
 
     Args:
         pipe: The pipeline that will decode.
         facts: The artifact's account of itself.
         values: The tensors that the artifact holds.
+        layout: The family's own, if it has one.
 
     Raises:
         BorderError: A scaling number or a part of the form differs; both values are named.
     """
-    expected, found = describe_latents(pipe, values), facts.get("latents", {})
+    expected, found = describe_latents(pipe, values, layout), facts.get("latents", {})
     for name in sorted(set(expected["vae"]) | set(numbers := found.get("vae", {}))):
         if expected["vae"].get(name) != numbers.get(name):
             raise BorderError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from stages.families import Reading
 from stages.families.family import CHAT, CHAT_WITHOUT_THINKING
 
 LONGEST_SHOWN = 200
+
+_INSTRUCTED = 2
+"""Tokens of an instruction that stay in the limit: pipelines read the first and the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,11 @@ def token_use(
     if reading.is_lowered:
         text = text.lower().strip()
     rendered = _rendered(tokenizer, text, reading)
+    num_unread, instruction = reading.num_unread, ""
+    if reading.instruction and prompt == "prompt":
+        instruction = _instruction(reading)
+        rendered = instruction + rendered
+        num_unread += len(tokenizer.encode(instruction)) - _INSTRUCTED
     encoded = tokenizer(
         rendered,
         return_offsets_mapping=True,
@@ -76,12 +85,12 @@ def token_use(
         truncation=False,
         verbose=False,
     )
-    total = len(encoded["input_ids"]) - reading.num_unread
+    total = len(encoded["input_ids"]) - num_unread
     dropped = ""
     if total > limit:
-        last = limit + reading.num_unread - _num_closing(encoded["special_tokens_mask"])
+        last = limit + num_unread - _num_closing(encoded["special_tokens_mask"])
         cut = encoded["offset_mapping"][last][0]
-        start = max(rendered.find(text), 0)
+        start = max(rendered.find(text, len(instruction)), 0)
         dropped = rendered[max(cut, start) : start + len(text)]
     return TokenUse(
         prompt=prompt,
@@ -109,6 +118,15 @@ def _rendered(tokenizer: Any, text: str, reading: Reading) -> str:
     module, _, name = template.partition(":")
     around: str = getattr(importlib.import_module(module), name)
     return around.format(text)
+
+
+def _instruction(reading: Reading) -> str:
+    """The lines that a pipeline's call puts before a prompt by default."""
+    module, _, name = reading.instruction.partition(":")
+    owner, _, argument = name.partition(".")
+    call = getattr(importlib.import_module(module), owner).__call__
+    lines: list[str] = inspect.signature(call).parameters[argument].default
+    return "\n".join(lines)
 
 
 def _system(reading: Reading) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 from stages.errors import ModelError, RequestError
 
 FAMILIES: Mapping[str, str] = {
+    "cogvideox": "stages.families.cogvideox:FAMILY",
     "flux": "stages.families.flux:FAMILY",
     "flux-kontext": "stages.families.flux:KONTEXT",
     "flux2-klein": "stages.families.flux2_klein:FAMILY",
@@ -22,6 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen-image": "stages.families.qwen_image:FAMILY",
     "qwen-image-edit": "stages.families.qwen_image:EDITOR",
     "qwen-image-edit-plus": "stages.families.qwen_image:EDITOR_PLUS",
+    "sana": "stages.families.sana:FAMILY",
     "sd15": "stages.families.sd15:FAMILY",
     "sd3": "stages.families.sd3:FAMILY",
     "sdxl": "stages.families.sdxl:FAMILY",
@@ -60,6 +62,8 @@ class Reading:
         num_unread: Tokens of the template that come before the prompt and count in no limit.
         is_lowered: Whether the pipeline writes the prompt in small letters first, without the
             spaces around it.
+        instruction: Lines that the pipeline puts before a prompt, not before a negative one, by
+            default, as `module:Class.argument`; they count in no limit but for two tokens.
     """
 
     encoder: str
@@ -68,6 +72,7 @@ class Reading:
     system: str = ""
     num_unread: int = 0
     is_lowered: bool = False
+    instruction: str = ""
 
 
 CHAT = "chat"
@@ -99,6 +104,8 @@ class Family:
             for the VAE, in latents for the denoiser.
         edge: That size in pixels where no component tells it.
         carried: Tensors that the denoising loop carries from step to step.
+        layout: The axes of latents of so many dimensions, where they are not those of
+            `stages.latents`.
         drawing: Phases before `denoise` that draw from the generator, such as a VAE that samples
             its latents; what they make belongs to one seed.
         finished: Tasks whose last block takes and gives finished pictures, not tensors: it lays
@@ -126,6 +133,7 @@ class Family:
     sized_by: str = "vae"
     edge: int = 1024
     carried: tuple[str, ...] = ("latents",)
+    layout: str = ""
     drawing: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()

@@ -363,3 +363,14 @@ def test_a_loop_killed_by_the_system_ends_with_the_undisturbed_bits_in_a_new_pro
     assert 5 <= report["resumed_from_step"] < steps
     assert report["steps"]["num_run"] == steps - report["resumed_from_step"]
     assert result == expected
+
+
+def test_a_cogvideox_transformer_has_places_for_just_so_many_tokens(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    case = VIDEO_CASES["cogvideox"]
+    given = arguments(case, tiny(case), tmp_path) | {"max_sequence_length": 31}
+    with pytest.raises(
+        RequestError, match=r"31 tokens, but the transformer of .* has places for 32"
+    ):
+        flow_module("cogvideox").check(**given)

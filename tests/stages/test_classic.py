@@ -21,11 +21,15 @@ from PIL import Image
 from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageResult
 from stages.errors import BorderError
+from stages.handover import unpack
+from stages.mp4 import encode_mp4
+from stages.videos import frames
 from tests.stages.test_checkpoints import kill, loop_request
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_videos
 from tests.support.chain import context, request, run_stage
 from tests.support.kept_pipes import drop_kept
 from tests.support.tiny_families import CASES, Case
+from tests.support.video_cases import VIDEO_CASES
 from tests.support.whole_run import run_classic
 
 # diffusers' Euler scheduler hands torch tensors to numpy in a way that numpy 2 advises against
@@ -119,6 +123,56 @@ def test_a_size_between_those_that_were_taught_is_painted_and_cut_as_by_the_whol
     made = pixels(where, staged(case, where))
     assert made.shape == (208, 304, 3)
     assert np.array_equal(made, np.asarray(whole(case, model)[0]))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "patch_size_t"), [("CogVideoXDPMScheduler", None), ("CogVideoXDDIMScheduler", 2)]
+)
+def test_a_video_resumes_with_the_bits_of_the_whole_pipeline(
+    tmp_path: Path, scheduler: str, patch_size_t: int | None
+) -> None:
+    """The one hands a second value to the next step, the other one decodes no padding frame."""
+    case = VIDEO_CASES["cogvideox"]
+    model = tiny_videos.cogvideox(
+        tmp_path / "model", scheduler=scheduler, patch_size_t=patch_size_t
+    )
+    where = context(model, tmp_path, checkpoint_every_steps=1)
+    task = {"family": case.name, "task": case.task}
+    embeds = run_stage(request("encode", case.requests["encode"], **task), where)[0]
+    asked = request("denoise", case.requests["denoise"], embeds, seed=7, **task)
+    kill(asked, where, 2)
+    latents, report, _ = run_stage(asked, where)
+    assert report["resumed_from_step"] == 2
+    held = unpack(ArtifactStore(where.store_url).path(latents.only()))
+    assert held.facts["latents"]["tensors"]["latents"]["layout"] == "BFCHW"
+    made = run_stage(request("decode", case.requests["decode"], latents, **task), where)[0]
+    expected = run_classic(
+        case.family,
+        model,
+        {**case.arguments, "output_type": "pt"},
+        seed=7,
+        dtype=torch.float32,
+        guidance=case.scales,
+    )
+    video = ArtifactStore(where.store_url).read(made.artifacts["video-0"])
+    assert video == encode_mp4(frames(expected[0]), case.frame_rate, None)
+
+
+def test_an_instruction_before_the_prompt_takes_nothing_from_its_tokens(
+    tiny: Any, tmp_path: Path
+) -> None:
+    """Sana reads 30 of a limit of 32 tokens of the prompt itself, after a long instruction."""
+    case = CASES["sana"]
+    where = context(tiny(case), tmp_path)
+    long = case.requests["encode"] | {"prompt": "0123456789" * 10}
+    embeds = run_stage(request("encode", long, family="sana"), where)[0]
+    held = unpack(ArtifactStore(where.store_url).path(embeds.only()))
+    (use,) = [use for use in held.facts["tokens"] if use["prompt"] == "prompt"]
+    assert use["tokens_used"] == 32 == held.handover.values["prompt_embeds"].shape[1]
+    read = dict(long, prompt=("0123456789" * 10).removesuffix(use["dropped_text"]))
+    same = run_stage(request("encode", read, family="sana"), where)[0]
+    values = unpack(ArtifactStore(where.store_url).path(same.only())).handover.values
+    assert torch.equal(values["prompt_embeds"], held.handover.values["prompt_embeds"])
 
 
 def safety_checker(threshold: float) -> Any:

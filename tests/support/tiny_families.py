@@ -112,6 +112,14 @@ CASES = {
             loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
         ),
         Case(
+            name="sana",
+            build=tiny_models.sana,
+            text={"negative_prompt": "blurry", "max_sequence_length": 32},
+            loop={"use_resolution_binning": False},
+            scale=4.5,
+            loads={"encode": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}},
+        ),
+        Case(
             name="sd3",
             build=tiny_models.sd3,
             text={"negative_prompt": "blurry", "max_sequence_length": 32},

@@ -187,6 +187,63 @@ def pixart(
     return save(pipeline, directory, dtype)
 
 
+def sana(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a Sana model of 0.3 MB; 64 x 64 pixels are 8 x 8 latents, as its VAE has scale 8."""
+    torch.manual_seed(seed)
+    levels = 4
+    blocks = ("ResBlock",) * (levels - 1) + ("EfficientViTBlock",)
+    scales = ((),) * (levels - 1) + ((5,),)
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
+        encoder_block_out_channels=(8,) * levels,
+        decoder_block_out_channels=(8,) * levels,
+        encoder_qkv_multiscales=scales,
+        decoder_qkv_multiscales=scales,
+        encoder_layers_per_block=(1,) * levels,
+        decoder_layers_per_block=(1,) * levels,
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        scaling_factor=0.41407,
+    )
+    transformer = diffusers.SanaTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=4,
+        cross_attention_dim=8,
+        caption_channels=8,
+        sample_size=8,
+    )
+    text_encoder = transformers.Gemma2Model(
+        transformers.Gemma2Config(
+            head_dim=8,
+            hidden_size=8,
+            intermediate_size=16,
+            max_position_embeddings=4096,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            num_key_value_heads=2,
+            vocab_size=512,
+            query_pre_attn_scalar=8,
+        )
+    )
+    pipeline = diffusers.SanaPipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=text_encoder,
+        tokenizer=byte_level_tokenizer(),
+    )
+    return save(pipeline, directory, dtype)
+
+
 def sdxl(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write an SDXL model of 0.7 MB; 64 x 64 pixels are 8 x 8 latents."""
     torch.manual_seed(seed)

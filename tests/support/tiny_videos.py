@@ -385,3 +385,57 @@ def _siglip() -> dict[str, Any]:
         "image_encoder": transformers.SiglipVisionModel(config),
         "feature_extractor": transformers.SiglipImageProcessor(size={"height": 28, "width": 28}),
     }
+
+
+def cogvideox(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scheduler: str = "CogVideoXDDIMScheduler",
+    patch_size_t: int | None = None,
+) -> Path:
+    """Write a CogVideoX model of 0.6 MB; 64 x 64 pixels are 4 x 4 patches, 9 frames 3 latent ones.
+
+    Args:
+        patch_size_t: Latent frames of a patch, as in version 1.5.
+    """
+    torch.manual_seed(seed)
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=2,
+        text_embed_dim=32,
+        num_layers=1,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        patch_size=2,
+        patch_size_t=patch_size_t,
+        temporal_compression_ratio=4,
+        max_text_seq_length=32,
+        use_rotary_positional_embeddings=patch_size_t is not None,
+    )
+    vae = diffusers.AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8,) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+        sample_height=64,
+        sample_width=64,
+    )
+    with torch.no_grad():  # else most pixels are past black or white, which a codec smears
+        vae.decoder.conv_out.conv.weight.mul_(0.2)
+    pipeline = diffusers.CogVideoXPipeline(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=transformers.T5EncoderModel(t5_config()),
+        tokenizer=t5_tokenizer(),
+        scheduler=getattr(diffusers, scheduler)(),
+    )
+    return save(pipeline, directory, dtype)

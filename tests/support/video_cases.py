@@ -168,6 +168,14 @@ TEXT_CASES = {
             edge=32,
         ),
         VideoCase(
+            name="cogvideox",
+            build=tiny_videos.cogvideox,
+            text=SHORT,
+            scales={"guider": 6.0},
+            loads=WAN_LOADS,
+            frame_rate=8,
+        ),
+        VideoCase(
             name="hunyuan-video",
             build=tiny_videos.hunyuan_video,
             scales={"guider": 6.0},

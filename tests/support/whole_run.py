@@ -31,7 +31,8 @@ def run_whole(
 
     pipeline_class = getattr(diffusers, family.pipeline)
     if family.encoded:
-        return run_classic(family, model_dir, options, seed=seed, dtype=dtype, guidance=guidance)
+        made = run_classic(family, model_dir, options, seed=seed, dtype=dtype, guidance=guidance)
+        return {family.output: made} if isinstance(output, list) else made
     pipe = pipeline_class(pretrained_model_name_or_path=str(model_dir))
     own = {name: getattr(torch, text) for name, text in family.dtypes.items()}
     pipe.load_components(names=component_names(pipe), dtype={"default": dtype, **own})

@@ -1,0 +1,129 @@
+"""CogVideoX as a flow: a T5 text encoder, a transformer, an AutoencoderKLCogVideoX."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from prefect import flow
+from pydantic import Field
+
+from flows.from_frames import condition_videos
+from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_video import (
+    VideoJob,
+    check_video_job,
+    decode_videos,
+    denoise_videos,
+    documented,
+    save_videos,
+)
+from flows.videos import Video
+from stages.contracts import OffloadPreset
+from stages.errors import RequestError
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 6.0
+SIZE, NUM_FRAMES, FRAME_RATE = (480, 720), 49, 8.0
+MAX_SEQUENCE_LENGTH = 226  # tokens that the transformer was trained with
+
+
+@flow(name="cogvideox", flow_run_name=run_name("cogvideox"), persist_result=False)
+@documented
+def cogvideox(
+    prompt: str | list[str],
+    model: str,
+    negative_prompt: str = "",
+    seed: int | str = -1,
+    num_videos: Annotated[int, Field(ge=1, le=10_000)] = 1,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    frame_rate: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    lora: str | list[str] | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    offload: OffloadPreset | None = None,
+    device_budget: str | int | None = None,
+    host_budget: str | int | None = None,
+    vae_tiling: Literal["auto", "on", "off"] = "auto",
+    output: str = "videos",
+    embed_settings: bool = True,
+    on_truncate: Literal["warn", "error"] = "warn",
+    fresh: bool = False,
+) -> list[Video]:
+    """Make videos of prompts with a CogVideoX model.
+
+    Args:
+        height: Pixels, by default 480.
+        width: Pixels, by default 720.
+        num_frames: Frames of a video, 4k+1; by default 49.
+        frame_rate: Frames a second, by default 8.
+        num_inference_steps: Denoising steps; by default 50.
+        guidance_scale: Weight of the prompt against the negative prompt, by default 6; 1 or less is
+            off.
+    """
+    job = check(
+        prompt=prompt,
+        model=model,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        num_videos=num_videos,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        frame_rate=frame_rate,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        max_sequence_length=max_sequence_length,
+        lora=lora,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        output=output,
+    )
+    run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
+
+    with run.phase("encode", len(job.prompts)) as encode:
+        embeds = [
+            encode(
+                label=short(text),
+                prompt=text,
+                negative_prompt=job.negative_prompt if job.is_guided else None,
+                do_classifier_free_guidance=job.is_guided,
+                max_sequence_length=job.max_sequence_length,
+            )
+            for text in job.prompts
+        ]
+
+    conditions = condition_videos(run, job, embeds)
+    latents = denoise_videos(run, job, embeds, conditions)
+    files = decode_videos(run, job, latents, vae_tiling=vae_tiling)
+    return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
+
+
+def check(*, model: str, max_sequence_length: int, **others: Any) -> VideoJob:
+    """Check every argument; a transformer may have places for just so many tokens."""
+    opened = open_for("cogvideox", model)
+    job = check_video_job(
+        "cogvideox",
+        opened,
+        default_steps=DEFAULT_STEPS,
+        default_guidance=DEFAULT_GUIDANCE,
+        default_size=SIZE,
+        default_frames=NUM_FRAMES,
+        default_rate=FRAME_RATE,
+        max_sequence_length=max_sequence_length,
+        **others,
+    )
+    config = opened.components["transformer"].config()
+    places = config.get("max_text_seq_length", MAX_SEQUENCE_LENGTH)
+    if max_sequence_length != places and not config.get("use_rotary_positional_embeddings"):
+        raise RequestError(
+            f"max_sequence_length is {max_sequence_length} tokens, but the transformer of "
+            f"{opened.directory.name} has places for {places}; use {places}"
+        )
+    return job
