@@ -60,7 +60,7 @@ class Victim:
             for name, value in os.environ.items()
             if not name.startswith(("PREFECT_", "EXEUNT_"))
         }
-        self._environ = keep | {"EXEUNT_HOME": str(home)} | (environ or {})
+        self.environ = keep | {"EXEUNT_HOME": str(home)} | (environ or {})
 
     @property
     def store(self) -> ArtifactStore:
@@ -72,7 +72,7 @@ class Victim:
         command += ["--model", str(self.model), "--seed", str(seed), "--output", str(self.output)]
         return subprocess.Popen(
             [*command, *more],
-            env=self._environ,
+            env=self.environ,
             cwd=Path(__file__).resolve().parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
