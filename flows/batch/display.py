@@ -125,7 +125,9 @@ class BatchJson(JsonDisplay):
     def batch_begins(self, plan: Plan) -> None:
         self._progress.batch_begins(plan)
         fields = {"num_rows": plan.num_rows, "num_open": plan.num_open, "num_bad": plan.num_bad}
-        self._print(event="batch_begins", **fields, forecast_s=plan.forecast_s)
+        self._print(
+            event="batch_begins", **fields, forecast_s=plan.forecast_s, forecast=plan.forecast
+        )
 
     def phase_begins(self, stage: str, num_requests: int) -> None:
         self._progress.phase_begins(stage, num_requests)

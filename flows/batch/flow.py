@@ -6,7 +6,7 @@ Each chunk is a sub-flow, so that Prefect lets go of what it keeps of its task r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from flows.batch.forecast import forecast_batch
 from flows.batch.journal import Journal
 from flows.batch.passes import Passes
 from flows.batch.progress import Plan
+from flows.batch.rows import PreparedRow
 from flows.batch.scope import remembering
 from flows.display import current_display, showing
 from flows.row_names import DEFAULT_TEMPLATE
@@ -99,18 +100,16 @@ def batch(
     """
     _check(chunk, max_failures)
     display = _display()
-    with (
-        showing(display),
-        remembering(),
-        Journal.open(output, retry=[] if retry is None else [retry]) as journal,
-    ):
+    own = batch_family(family)
+    defaults = _defaults(own, arguments or {})
+    retried = [] if retry is None else [retry]
+    with showing(display), remembering(), Journal.open(output, retry=retried) as journal:
         for warning in journal.warnings:
             display.warn(warning)
-        own = batch_family(family)
         prepared = prepare.read(
             table,
             own,
-            _defaults(own, arguments or {}),
+            defaults,
             journal=journal,
             template=name,
             overwrite=overwrite,
@@ -122,7 +121,7 @@ def batch(
             journal.add(bad)
             display.row_ends(bad)
         display.batch_begins(_plan(prepared, journal, may_refuse=forecast))
-        about = _about(own, prepared, table, arguments or {})
+        about = _about(own, prepared, table, defaults)
         chunk_runs: list[str] = []
         passes = Passes(
             function=own.function,
@@ -138,25 +137,20 @@ def batch(
                 for number, rows in enumerate(prepared.chunks(chunk), 1):
                     if number > 1:
                         results.write(journal.output, journal.results(), about)
-
-                    def run_chunk(rows: list[Any] = rows) -> None:
-                        chunk_runs.append(flow_run.id or "")
-                        passes.run_chunk(rows)
-
-                    _in_sub_flow(number, len(rows), run_chunk)
+                    _in_sub_flow(number, rows, passes, chunk_runs)
         finally:
             path = results.write(journal.output, journal.results(), about)
         display.batch_ends()
         counts = journal.counts()
-        return BatchSummary(
-            output=str(journal.output),
-            results=str(path),
-            num_rows=prepared.count,
-            num_done=counts["done"],
-            num_failed=counts["failed"],
-            num_invalid=counts["invalid"],
-            num_run=passes.num_ended,
-        )
+    return BatchSummary(
+        output=str(journal.output),
+        results=str(path),
+        num_rows=prepared.count,
+        num_done=counts["done"],
+        num_failed=counts["failed"],
+        num_invalid=counts["invalid"],
+        num_run=passes.num_ended,
+    )
 
 
 # ---- chunks --------------------------------------------------------------------------------
@@ -171,10 +165,16 @@ def batch_chunk(number: int, num_rows: int) -> None:
     _work.get()()
 
 
-def _in_sub_flow(number: int, num_rows: int, work: Callable[[], None]) -> None:
-    token = _work.set(work)
+def _in_sub_flow(
+    number: int, rows: Sequence[PreparedRow], passes: Passes, chunk_runs: list[str]
+) -> None:
+    def run_chunk() -> None:
+        chunk_runs.append(flow_run.id or "")
+        passes.run_chunk(rows)
+
+    token = _work.set(run_chunk)
     try:
-        batch_chunk(number, num_rows)
+        batch_chunk(number, len(rows))
     finally:
         _work.reset(token)
 
