@@ -130,9 +130,18 @@ class ModelForecast:
 
     @property
     def elapsed_s(self) -> float | None:
-        """Computation and copies of one picture; None if any is not known."""
+        """Computation and copies of one picture or video; None if any is not known."""
         times = [each.elapsed_s for each in self.components]
         return sum(t for t in times if t is not None) if None not in times else None
+
+    def run_s(self, num_prompts: int, num_outputs: int) -> float | None:
+        """All pictures of a run, each prompt encoded once; None if any time is not known."""
+        if self.elapsed_s is None:
+            return None
+        times = {"encode": num_prompts}
+        return sum(
+            (each.elapsed_s or 0.0) * times.get(each.phase, num_outputs) for each in self.components
+        )
 
     @property
     def device_bytes(self) -> int:

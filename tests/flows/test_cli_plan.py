@@ -1,4 +1,4 @@
-"""`exeunt plan`: no torch, no GPU, no Prefect; a table for people, JSON for programs."""
+"""`exeunt plan`: no torch, no GPU, no server; a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from flows.cli import main
+from flows.cli_plan import command_for
 from flows.machine import keep_rates, kept_rates, machine_path
 from flows.settings import Home
-from stages.errors import RequestError
 from stages.forecast_records import Rates
 from tests.support import header_models
+from tests.support.tiny_families import CASES, Case
+from tests.support.video_cases import VIDEO_CASES, VideoCase
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +122,62 @@ def test_kept_figures_are_completed_and_foreign_ones_ignored(home: Path) -> None
         assert kept_rates(root) == Rates()
 
 
-def test_planning_loads_no_torch_and_no_prefect(model: Path, home: Path) -> None:
+def test_planning_loads_no_torch(model: Path, home: Path) -> None:
     code = (
         f"import sys; from flows.cli import main; main(['plan', {str(model)!r}]); "
-        "print([n for n in ('torch', 'prefect', 'diffusers', 'native') if n in sys.modules])"
+        "print([n for n in ('torch', 'diffusers', 'native') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_model_of_videos_is_refused(tmp_path: Path) -> None:
-    from flows.cli_plan import run
-    from tests.support import tiny_videos
+@pytest.mark.parametrize("name", [*CASES, *VIDEO_CASES])
+def test_each_model_is_planned_by_its_own_familys_command(name: str, tiny: Any) -> None:
+    case: Case | VideoCase = {**CASES, **VIDEO_CASES}[name]
+    assert command_for(str(tiny(case))) == (case.command or case.name)
 
-    model = tiny_videos.wan(tmp_path / "model")
-    with pytest.raises(RequestError, match=r"makes videos \(wan\), but only pictures are forecast"):
-        run("plan", [str(model)])
+
+def test_a_video_is_planned_with_its_familys_defaults(
+    tiny: Any, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny(VIDEO_CASES["wan22"]))
+    code, out, _ = plan(capsys, model)
+    assert code == 0
+    assert ": wan22, text-to-video, 832 x 480 pixels x 81 frames, 40 steps" in out
+    code, out, _ = plan(capsys, "wan", "--model", model, "--json", "--num-videos", "3",
+        "--num-frames", "9", "--num-inference-steps", "20")  # fmt: skip
+    document = json.loads(out)
+    assert document["job"]["num_frames"] == 9 and document["num_outputs"] == 3
+    calls = {c["component"]: c["num_steps"] for c in document["components"]}
+    assert calls["transformer"] + calls["transformer_2"] == 2 * 20, "guidance asks twice"
+    assert calls["text_encoder"] == 2, "a negative prompt is encoded, too"
+    assert 2 * document["elapsed_s"] < document["run_s"] < 3 * document["elapsed_s"]
+
+
+def test_a_picture_to_start_from_adds_the_condition_phase(
+    tiny: Any, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny(VIDEO_CASES["wan-i2v from a picture"]))
+    code, _, err = plan(capsys, model)
+    assert code == 2 and "starts from a picture; give image" in err
+    VIDEO_CASES["wan-i2v from a picture"].media["image"].save(tmp_path / "start.png")
+    code, out, _ = plan(capsys, model, "--json", "--image", str(tmp_path / "start.png"))
+    components = json.loads(out)["components"]
+    assert code == 0
+    assert [(c["phase"], c["component"]) for c in components if c["phase"] == "condition"] == [
+        ("condition", "image_encoder"),
+        ("condition", "vae"),
+    ]
+
+
+def test_the_familys_own_checks_hold(
+    tiny: Any, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny(VIDEO_CASES["wan"]))
+    for arguments, message in (
+        ([model, "--num-frames", "10"], "num_frames is 10, but this model's videos have 4k+1"),
+        (["z-image", "--model", model], "but z-image takes ZImagePipeline"),
+        ([model, "--offload", "off"], "offload is 'off', which plans nothing"),
+    ):
+        code, _, err = plan(capsys, *arguments)
+        assert code == 2 and message in err
