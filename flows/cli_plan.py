@@ -121,7 +121,8 @@ def _nothing_written() -> Iterator[str]:
 
 def _function(module: Any) -> Callable[..., Any]:
     flow = getattr(module, module.__name__.rpartition(".")[2])
-    return inspect.unwrap(flow.fn)
+    function: Callable[..., Any] = inspect.unwrap(flow.fn)
+    return function
 
 
 _ABOUT = (
