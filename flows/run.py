@@ -198,6 +198,7 @@ class Run:
         on_truncate: Whether a prompt longer than its encoder reads is an error.
         offload: How models share a GPU with the work; no part of any request.
         loras: LoRA files that the models wear, in order.
+        blocks: Digest of reviewed custom blocks, by the name of the block in whose place they run.
         may_tile: Whether a decode that ran out of memory is done again in tiles.
         timeout_s: Longest time for one request; None waits for ever.
     """
@@ -215,6 +216,7 @@ class Run:
         on_truncate: str = "warn",
         offload: OffloadChoice | None = None,
         loras: Sequence[Lora] = (),
+        blocks: Mapping[str, str] | None = None,
         may_tile: bool = True,
         timeout_s: float | None = None,
         run_id: str = "",
@@ -224,7 +226,7 @@ class Run:
         self.model_name = model_name
         self.fresh, self.timeout_s, self.may_tile = fresh, timeout_s, may_tile
         self.store = open_store(settings.store_url)
-        self.loras = tuple(loras)
+        self.loras, self.blocks = tuple(loras), dict(blocks or {})
         self._worn = tuple(self._use(lora) for lora in loras)
         self.context = StageContext.model_validate(
             {
@@ -261,6 +263,7 @@ class Run:
             "device": self.context.device,
             "offload": self.context.offload.preset,
             "lora": {lora.name: lora.scale for lora in self.loras},
+            "blocks": self.blocks,
             "fresh": self.fresh,
             "host": platform.node(),
             "store": self.store.url,
@@ -361,6 +364,7 @@ class Run:
             dtype=self.dtype,
             options={name: value for name, value in options.items() if value is not None},
             adapters=adapters,
+            blocks=self.blocks,
             seed=seed,
             label=label,
         )
@@ -383,10 +387,11 @@ class Run:
             self.display.warn(sentence)
 
     def model_hashes(self) -> dict[str, str]:
-        """Full fingerprint of each component that has files of its own, and of LoRA files."""
+        """Full fingerprint of each component that has files, of LoRA files and custom blocks."""
         found = {name: self._fingerprint(name) for name in self.model.components}
         worn = zip(self.loras, self._worn, strict=True)
-        return found | {f"lora {lora.name}": use.digest for lora, use in worn}
+        found |= {f"lora {lora.name}": use.digest for lora, use in worn}
+        return found | {f"blocks {name}": digest for name, digest in self.blocks.items()}
 
     def _fingerprint(self, name: str) -> str:
         """A component's fingerprint; a fresh run reads its files once, seemingly unchanged or not.

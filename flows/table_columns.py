@@ -21,10 +21,11 @@ ID, NAME = "id", "name"
 BATCH_WIDE = frozenset(
     {
         *("model", "dtype", "device", "offload", "device_budget", "host_budget", "components"),
-        *("output", "embed_settings", "on_truncate", "vae_tiling", "fresh"),
+        *("blocks", "output", "embed_settings", "on_truncate", "vae_tiling", "fresh"),
     }
 )
-"""Arguments that are one for all rows: a stage process serves one model on one device."""
+"""Arguments that are one for all rows: a stage process serves one model on one device, and no
+table can name code."""
 
 ONE_PICTURE = frozenset({"num_images", "num_videos"})
 """Arguments that would make several pictures of a row."""

@@ -29,6 +29,7 @@ from flows.run import Run, open_run
 from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore
+from stages.block_locks import chosen_blocks
 from stages.contracts import OffloadChoice, OffloadPreset, StageResult
 from stages.families import Family, family_named, require_model_of
 from stages.lora_files import Lora, choose_loras, target_warnings
@@ -62,6 +63,8 @@ ARGUMENTS = {
     "model": "A model directory in diffusers layout.",
     "lora": "A LoRA file that the model wears: PATH, PATH:SCALE, or COMPONENT=PATH:SCALE where a "
     "model has two transformers; several are added in their order.",
+    "blocks": "A folder of custom blocks that was reviewed with `exeunt blocks review`: FOLDER for "
+    "all blocks of the pipeline, or NAME=FOLDER for one, such as denoise.denoise=FOLDER.",
     "dtype": "float32, bfloat16, float16, or auto for that of the model's files.",
     "device": "cpu, cuda, cuda:N, or auto.",
     "offload": "How weights share a GPU with the work; by default DDO_PRESET, else auto, which "
@@ -122,6 +125,7 @@ class Job:
         max_sequence_length: None where the family has no such option.
         start: What it starts from: the task, and the pictures that were given.
         loras: What its models wear, in order.
+        blocks: Digest of reviewed custom blocks, by the name of the block in whose place they run.
     """
 
     family: Family
@@ -142,6 +146,7 @@ class Job:
     warnings: tuple[str, ...]
     start: Start = field(default_factory=Start)
     loras: tuple[Lora, ...] = ()
+    blocks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def media(self) -> Mapping[str, Any]:
@@ -200,6 +205,7 @@ def check_job(
     default_guidance: float | None,
     max_sequence_length: int | None = None,
     lora: str | Sequence[str] | None = None,
+    blocks: str | Sequence[str] | None = None,
     dtype: str = "auto",
     device: str = "auto",
     offload: OffloadPreset | None = None,
@@ -226,6 +232,8 @@ def check_job(
     ArtifactStore(settings.store_url).check_writable()
     own = model_settings(opened.directory)
     loras = choose_loras(lora)
+    folders = [blocks] if isinstance(blocks, str) else list(blocks or ())
+    reviewed = chosen_blocks(settings.home.root, folders)
     configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
     vae, denoiser = configs["vae"], configs[declared.denoiser]
     start = start or check_start(
@@ -302,6 +310,7 @@ def check_job(
         ),
         start=start,
         loras=loras,
+        blocks=reviewed,
     )
 
 
@@ -318,6 +327,7 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
         on_truncate=on_truncate,
         offload=job.offload,
         loras=job.loras,
+        blocks=job.blocks,
         may_tile=vae_tiling != "off",
         run_id=flow_run.id or "",
     )

@@ -149,13 +149,15 @@ def chosen_blocks(home: Path, texts: list[str]) -> dict[str, str]:
         texts: Each a folder, for all blocks of the pipeline, or `NAME=FOLDER`.
 
     Raises:
-        RequestError: A name is given twice.
+        RequestError: A name is given twice, or no folder.
         ModelError: See `require_reviewed`.
     """
     found: dict[str, str] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         name, folder = (name, folder) if equals and "/" not in name else (WHOLE, text)
+        if not folder:
+            raise RequestError(f"blocks is {text!r}, expected a folder, or NAME=FOLDER")
         if name in found:
             raise RequestError(f"blocks for {name} are given twice; give one folder")
         found[name] = require_reviewed(home, Path(folder).expanduser()).digest
