@@ -18,8 +18,8 @@ from typing import Any
 
 from stages.contracts import StageContext, StageRequest
 from stages.memory_samples import MemorySamples, host_bytes
+from stages.stage_report import SCHEMA
 
-SCHEMA = "exeunt.stage-report/1"
 LIBRARIES = ("exeunt", "torch", "diffusers", "transformers", "safetensors")
 
 
@@ -61,7 +61,7 @@ class RunTracker:
         self._num_steps = num_steps
 
     def report(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
+        """The report as plain JSON values; `stages.stage_report.StageReport` describes them."""
         return {
             "schema": SCHEMA,
             "stage": self._request.stage,

@@ -6,7 +6,7 @@ import json
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +27,11 @@ StageReport = Mapping[str, Any]
 
 def read_stage_reports(folder: Path) -> list[dict[str, Any]]:
     """The reports in a run's folder, in the order in which they were written."""
-    found = []
+    return list(stage_reports(folder))
+
+
+def stage_reports(folder: Path) -> Iterator[dict[str, Any]]:
+    """As `read_stage_reports`, one after the other."""
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -35,8 +39,7 @@ def read_stage_reports(folder: Path) -> list[dict[str, Any]]:
             logger.warning("a stage's report is left out: %s: %s", path, error)
             continue
         if isinstance(document, dict) and "stage" in document:
-            found.append(document)
-    return found
+            yield document
 
 
 def stage_totals(reports: Sequence[StageReport], found: Sequence[Found]) -> list[StageTotal]:

@@ -34,7 +34,7 @@ def find_run(reports: Path, name: str) -> Path:
     Raises:
         RequestError: There is none, or more than one; the message names those there are.
     """
-    folders = sorted(_run_folders(reports), key=_written)
+    folders = sorted(run_folders(reports), key=_written)
     if not folders:
         raise RequestError(f"no run has left a report in {reports}; paint something first")
     if name == LAST:
@@ -50,9 +50,10 @@ def find_run(reports: Path, name: str) -> Path:
     raise RequestError(f"no run begins with {name!r} in {reports}; the newest runs are {listed}")
 
 
-def _run_folders(reports: Path) -> list[Path]:
+def run_folders(reports: Path) -> list[Path]:
+    """The folders of all runs, in the order of their names."""
     try:
-        return [each for each in reports.iterdir() if each.is_dir()]
+        return sorted(each for each in reports.iterdir() if each.is_dir())
     except FileNotFoundError:
         return []
 
@@ -117,16 +118,21 @@ def run_report(folder: Path) -> Report:
     )
 
 
+def saved_lines(lines: Iterable[Document]) -> dict[str, Document]:
+    """Of each saved file, by its path, the line that says most, in the order of saving."""
+    found: dict[str, Document] = {}
+    for line in lines:
+        if line["event"] == "item" or (line["event"] == "saved" and line["path"] not in found):
+            found[line["path"]] = line
+    return found
+
+
 def items_of(lines: Iterable[Document], requests: Sequence[Document]) -> list[Item]:
     """The saved files of a run, in the order in which they were saved, each once."""
     made_by: dict[str, Document] = {
         digest: request for request in requests for digest in request["artifacts"].values()
     }
-    found: dict[str, Document] = {}
-    for line in lines:
-        if line["event"] == "item" or (line["event"] == "saved" and line["path"] not in found):
-            found[line["path"]] = line
-    return [_item(path, line, made_by) for path, line in found.items()]
+    return [_item(path, line, made_by) for path, line in saved_lines(lines).items()]
 
 
 def _item(path: str, line: Document, made_by: Mapping[str, Document]) -> Item:

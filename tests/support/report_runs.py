@@ -20,8 +20,13 @@ def stage_report(stage: str, *, began: float = BEGAN, **more: Any) -> dict[str, 
         "schema": "exeunt.stage-report/1",
         "stage": stage,
         "label": "",
+        "request_digest": "0" * 64,
+        "run_id": RUN_ID,
+        "host": "here",
+        "pid": 7,
         "device": "cpu",
         "device_name": "a CPU",
+        "dtype": "float32",
         "started_at": began,
         "elapsed_s": 4.0,
         "host_phases": [
@@ -47,12 +52,12 @@ class RecordedRun:
         pictures: Its output folder.
     """
 
-    def __init__(self, root: Path, run_id: str = RUN_ID) -> None:
+    def __init__(self, root: Path, run_id: str = RUN_ID, **more: Any) -> None:
         self.reports = root / "reports"
         self.folder, self.pictures = self.reports / run_id, root / "pictures"
         self.pictures.mkdir(parents=True, exist_ok=True)
         header = {"run_id": run_id, "family": "z-image", "task": "text-to-image", "model": "tiny"}
-        self.journal = Journal(self.folder, header, complain=print)
+        self.journal = Journal(self.folder, header | more, complain=print)
         self._num_reports = 0
 
     def report(self, document: dict[str, Any]) -> None:

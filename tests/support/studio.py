@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from stages.artifacts import ArtifactStore
+from stages.stage_report import StageReport
 
 TINY = {"height": 64, "width": 64, "num_inference_steps": 3, "max_sequence_length": 64}
 
@@ -53,6 +54,8 @@ class Studio:
         defaults = {"prompt": "a small red fox", "seed": 7, "model": str(self.model)} | TINY
         pictures = z_image(**defaults | {"output": str(self.output)} | arguments)
         new = [json.loads(path.read_text()) for path in sorted(set(self.reports()) - reports)]
+        for report in new:
+            StageReport.model_validate(report)  # the schema holds for whatever the stages tell
         return Painted(
             files=[Path(picture.path) for picture in pictures],
             started=Counter(self._launcher.num_processes_started) - before,
