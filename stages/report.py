@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -131,6 +132,11 @@ def host_memory() -> dict[str, int]:
 
 def library_versions() -> dict[str, str]:
     """Installed versions of what a result depends on, plus Python's."""
+    return dict(_library_versions())
+
+
+@lru_cache(maxsize=1)
+def _library_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
