@@ -6,6 +6,7 @@ The command line imports this module late: it loads Prefect and the flows.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,13 +25,23 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
+from flows.cli import FAMILIES
 from flows.settings import Home
 
 POOL = "exeunt"
 NIGHTLY_CRON = "0 3 * * *"
 """Three in the morning: no clock in Europe or America skips or repeats that hour."""
 
-FLOWS = ("flows.z_image:z_image",)
+BATCH = "flows.batch.flow:batch"
+
+FLOWS = (
+    *(f"{module}:{module.rpartition('.')[2]}" for module, _ in FAMILIES.values()),
+    BATCH,
+)
+"""What is deployed, as `module:name`: the flow of each family, and the batch."""
+
+FOLDERS = {"videos": "videos", "batch": "batch"}
+"""Where a flow's files go below the home, by its own default for `output`; else `pictures`."""
 
 Policy = Literal["ENQUEUE", "CANCEL_NEW", "CANCEL_RUNNING"]
 
@@ -56,11 +67,22 @@ class Deployment:
     active: bool = False
 
 
-def shipped(home: Home) -> list[Deployment]:
-    """The deployments of each flow; pictures go into the home, wherever a worker runs."""
-    parameters = {"prompt": "a red fox in the snow", "output": str(home.root / "pictures")}
+def shipped(home: Home, flow: Flow[..., Any]) -> list[Deployment]:
+    """The deployments of a flow; its files go into the home, wherever a worker runs.
+
+    Every flow is there on demand. A nightly one takes a flow that needs no further argument, such
+    as a model's folder.
+    """
+    arguments = inspect.signature(flow.fn).parameters
+    output = FOLDERS.get(str(arguments["output"].default), "pictures")
+    given = {"prompt": "a red fox in the snow", "output": str(home.root / output)}
+    parameters = {name: value for name, value in given.items() if name in arguments}
+    on_demand = Deployment(name="on-demand", parameters=parameters, limit=2)
+    required = {name for name, each in arguments.items() if each.default is each.empty}
+    if required - parameters.keys():
+        return [on_demand]
     return [
-        Deployment(name="on-demand", parameters=parameters, limit=2),
+        on_demand,
         Deployment(
             name="nightly",
             parameters=parameters,
@@ -71,10 +93,16 @@ def shipped(home: Home) -> list[Deployment]:
     ]
 
 
+def deploy_shipped(api_url: str, home: Home) -> list[str]:
+    """Deploy all flows that the package ships; returns the names, such as `wan/on-demand`."""
+    flows = [_load(entrypoint) for entrypoint in FLOWS]
+    return [name for flow in flows for name in deploy(api_url, shipped(home, flow), [flow])]
+
+
 def deploy(
     api_url: str,
     deployments: Sequence[Deployment],
-    flows: Sequence[Flow[..., Any]] | None = None,
+    flows: Sequence[Flow[..., Any]],
 ) -> list[str]:
     """Create the work pool and the deployments, or bring them up to date.
 
@@ -83,12 +111,10 @@ def deploy(
     Args:
         api_url: The server.
         deployments: Made of each flow.
-        flows: By default all that the package ships.
 
     Returns:
         The names, such as `z-image/on-demand`.
     """
-    flows = [_load(entrypoint) for entrypoint in FLOWS] if flows is None else flows
     with temporary_settings({PREFECT_API_URL: api_url}):
         _create_pool()
         names = []

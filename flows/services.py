@@ -81,7 +81,7 @@ def up(
         server.enter(own)
         import flows.deploy
 
-        flows.deploy.deploy(server.api_url, flows.deploy.shipped(home))
+        flows.deploy.deploy_shipped(server.api_url, home)
     if worker:
         start_worker(home, api, env)
     return status(home, env)

@@ -18,6 +18,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.states import Pending, Scheduled
 
 from flows import deploy
+from flows.cli import FAMILIES
 from flows.deploy import Deployment
 from flows.settings import Home
 from tests.flows.stub_flow import stub
@@ -32,7 +33,7 @@ def read(name: str) -> Any:
 
 def test_the_shipped_deployments_are_made_of_each_flow(prefect_server: str, tmp_path: Path) -> None:
     home = Home(root=tmp_path)
-    names = deploy.deploy(prefect_server, deploy.shipped(home), [stub])
+    names = deploy.deploy(prefect_server, deploy.shipped(home, stub), [stub])
     assert names == ["stub/on-demand", "stub/nightly"]
     nightly = read("stub/nightly")
     assert nightly.work_pool_name == "exeunt"
@@ -117,28 +118,51 @@ def test_the_night_of_a_clock_change_has_one_run(cron: str, timezone: str, day: 
     assert [counts[day + timedelta(offset)] for offset in range(-2, 3)] == [1] * 5
 
 
+def test_every_family_and_the_batch_are_deployed_by_their_commands_name(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    names = deploy.deploy_shipped(prefect_server, Home(root=tmp_path))
+    wanted = [f"{name}/on-demand" for name in (*FAMILIES, "batch")]
+    assert sorted(names) == sorted([*wanted, "z-image/nightly"])
+    wan = read("wan/on-demand")
+    assert wan.entrypoint == "flows.wan.wan"
+    assert wan.parameters["output"] == str(tmp_path / "videos")
+    assert "model" in wan.parameter_openapi_schema["required"], "a form asks for the model"
+    assert wan.parameter_openapi_schema["properties"]["num_frames"]["description"]
+
+
 def test_the_yaml_says_what_the_package_deploys(tmp_path: Path) -> None:
     document = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
-    shipped = {each.name: each for each in deploy.shipped(Home(root=tmp_path))}
-    found = {each["name"]: each for each in document["deployments"]}
+    found = {(each["entrypoint"], each["name"]): each for each in document["deployments"]}
+    shipped = {
+        (f"{module.replace('.', '/')}.py:{name}", each.name): each
+        for module, name in (entrypoint.split(":") for entrypoint in deploy.FLOWS)
+        for each in deploy.shipped(Home(root=tmp_path), deploy._load(f"{module}:{name}"))
+    }
     assert found.keys() == shipped.keys()
-    for name, each in found.items():
+    for key, each in found.items():
         limit = each["concurrency_limit"]
         assert (limit["limit"], limit["collision_strategy"]) == (
-            shipped[name].limit,
-            shipped[name].policy,
+            shipped[key].limit,
+            shipped[key].policy,
         )
         assert each["work_pool"]["name"] == deploy.POOL
-        assert each["entrypoint"] == "flows/z_image.py:z_image"
+        assert each["parameters"].keys() == shipped[key].parameters.keys()
+        assert (
+            Path(each["parameters"]["output"]).name == Path(shipped[key].parameters["output"]).name
+        )
         schedules = each.get("schedules", [])
         assert [(s["cron"], s["active"]) for s in schedules] == (
-            [] if shipped[name].cron is None else [(shipped[name].cron, shipped[name].active)]
+            [] if shipped[key].cron is None else [(shipped[key].cron, shipped[key].active)]
         )
         assert all(ZoneInfo(s["timezone"]) for s in schedules)
 
 
 def test_deploying_loads_no_torch() -> None:
-    code = "import flows.deploy as d, sys; d._load(d.FLOWS[0]); print('torch' in sys.modules)"
+    code = (
+        "import flows.deploy as d, sys; [d._load(each) for each in d.FLOWS]; "
+        "print('torch' in sys.modules)"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )

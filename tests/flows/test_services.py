@@ -19,7 +19,6 @@ from flows.services import down, prune, status, up
 from flows.settings import Home
 from stages.errors import RequestError
 from tests.conftest import _template
-from tests.flows.stub_flow import stub
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,7 +52,7 @@ def studio(
 ) -> Iterator[tuple[Home, dict[str, str]]]:
     """A home with a migrated database, and its environment."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(deploy, "_load", lambda entrypoint: stub)
+    monkeypatch.setattr(deploy, "FLOWS", ("tests.flows.stub_flow:stub",))
     home = Home(root=tmp_path / "home")
     home.prefect.mkdir(parents=True)
     # `prefect_server` has made this one: a database takes seconds to migrate.
