@@ -305,7 +305,7 @@ def _unread(encoded: tuple[str, ...], latents: torch.Tensor) -> dict[str, torch.
 
 def _require_unflagged(verdicts: tuple[Any, ...]) -> None:
     """Tell of a picture that the model's own safety checker has painted black."""
-    if any(flag for flags in verdicts if flags is not None for flag in flags):
+    if any(any(flags) for flags in verdicts if isinstance(flags, list)):
         raise BorderError(
             "decode: the model's safety checker took the picture for one that it may not show and "
             "painted it black; choose another prompt or seed"

@@ -18,9 +18,11 @@ import torch
 import transformers
 from PIL import Image
 
+from stages import classic
 from stages.artifacts import ArtifactStore
 from stages.contracts import StageContext, StageResult
 from stages.errors import BorderError
+from stages.families import FAMILIES, family_named
 from stages.handover import unpack
 from stages.mp4 import encode_mp4
 from stages.videos import frames
@@ -63,6 +65,29 @@ def whole(case: Case, model: Path) -> Any:
 def pixels(where: StageContext, result: StageResult) -> np.ndarray[Any, Any]:
     png = ArtifactStore(where.store_url).read(result.artifacts["image-0"])
     return np.asarray(Image.open(io.BytesIO(png)))
+
+
+def test_no_stage_knows_a_classic_family() -> None:
+    stages = Path(classic.__file__).parent
+    code = "".join(path.read_text(encoding="utf-8") for path in stages.glob("*.py"))
+    names = [name for name in FAMILIES if family_named(name).encoded]
+    assert len(names) >= 4
+    for name in names:
+        assert family_named(name).pipeline not in code and f'"{name}"' not in code
+
+
+@pytest.mark.parametrize("name", ["sd15", "pixart", "sana"])
+def test_without_guidance_no_negative_is_encoded_and_bits_are_the_whole_pipelines(
+    tiny: Any, tmp_path: Path, name: str
+) -> None:
+    case = replace(CASES[name], scale=1.0)
+    where = context(tiny(case), tmp_path)
+    embeds = run_stage(request("encode", case.requests["encode"], family=name), where)[0]
+    held = unpack(ArtifactStore(where.store_url).path(embeds.only())).handover.values
+    assert held["negative_prompt_embeds"] is None
+    assert np.array_equal(
+        pixels(where, staged(case, where)), np.asarray(whole(case, tiny(case))[0])
+    )
 
 
 @pytest.mark.parametrize("scheduler", ["PNDMScheduler", "EulerAncestralDiscreteScheduler"])
