@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -191,6 +192,7 @@ class Passes:
             RequestError: There is such a file.
         """
         row, output = self.work.row, self._journal.output
+        settings = replace(settings, row_id=row.id)
         if embed:
             content = with_settings(content, settings)
         path = output / row.file_name

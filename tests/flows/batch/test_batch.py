@@ -43,6 +43,7 @@ def test_every_good_row_has_its_picture_and_a_bad_row_is_a_result(nights: Nights
     path = nights.output / fox.file
     assert hashlib.sha256(path.read_bytes()).hexdigest() == fox.file_sha256
     assert read_settings(path).seed == fox.seed == 1
+    assert read_settings(path).row_id == "fox"
     assert set(fox.seconds) == set(fox.requests) == {"encode", "denoise", "decode"}
     assert set(fox.digests) == {"encode.prompt_embeds", "denoise.latents", "decode.image-0"}
     assert fox.peak_host_bytes and not fox.cached and fox.attempts == 1
