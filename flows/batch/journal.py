@@ -18,7 +18,7 @@ from typing import Any, Self
 from flows.batch.results import RowResult
 from flows.batch.rows import PreparedRow
 from stages.errors import ArtifactError, RequestError
-from stages.file_writes import raise_write_error
+from stages.file_writes import raise_write_error, temp_owner
 from stages.media import check_output_folder
 
 SCHEMA = "exeunt.batch/1"
@@ -87,6 +87,7 @@ class Journal:
                     "output folder"
                 ) from error
             journal._load(path)
+            _remove_leftovers(folder)
         except BaseException:
             journal.close()
             raise
@@ -271,6 +272,17 @@ class Journal:
             place=place,
             is_of_this_start=is_of_this_start,
         )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed batches of this host were writing; the lock says that none writes now."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            if not name.startswith((".picture.tmp-", ".results.parquet.tmp-")):
+                continue
+            owner = temp_owner(name)
+            if owner is not None and owner.is_this_host and not owner.is_alive:
+                (Path(root) / name).unlink(missing_ok=True)
 
 
 def _foreign(path: Path) -> str:

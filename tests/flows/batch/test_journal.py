@@ -13,6 +13,7 @@ from flows.batch.journal import NAME, Journal
 from flows.batch.results import RowResult, read, write
 from flows.batch.rows import PreparedRow
 from stages.errors import ArtifactError, RequestError
+from stages.file_writes import temp_name
 
 
 def row(number: int = 1, digest: str = "a", **others: Any) -> PreparedRow:
@@ -205,3 +206,15 @@ def test_results_of_no_row_are_a_table_with_all_columns(tmp_path: Path) -> None:
     assert pq.read_schema(path).names == list(RowResult.__dataclass_fields__)
     assert read(path) == []
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_a_killed_batch_was_writing_goes_at_the_next_start(tmp_path: Path) -> None:
+    host = temp_name("x").removeprefix("x.tmp-").rpartition("-")[0].rpartition("-")[0]
+    (tmp_path / "sub").mkdir()
+    dead = tmp_path / "sub" / f".picture.tmp-{host}-{2**22 + 1}-01234567"  # over any pid
+    living = tmp_path / f".results.parquet.tmp-{host}-{os.getpid()}-01234567"
+    other_host = tmp_path / f".picture.tmp-elsewhere-{2**22 + 1}-01234567"
+    for path in (dead, living, other_host):
+        path.write_bytes(b"half")
+    Journal.open(tmp_path).close()
+    assert [path.exists() for path in (dead, living, other_host)] == [False, True, True]
