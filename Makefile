@@ -28,7 +28,8 @@ test-quantized: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt \
 	  torchao optimum-quanto gguf bitsandbytes peft
 	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest tests/ddo/test_quantized.py \
-	  tests/ddo/test_quantized_loading.py tests/ddo/test_adapters.py tests/ddo/test_compile.py
+	  tests/ddo/test_quantized_loading.py tests/ddo/test_adapters.py tests/ddo/test_compile.py \
+	  tests/stages/test_quantized_components.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

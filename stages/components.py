@@ -11,47 +11,64 @@ from typing import Any
 import torch
 
 from stages.errors import ModelError
-from stages.models import open_model
+from stages.models import ModelDirectory, open_model
 from stages.phases import Graph
+from stages.single_files import load_single_file
 
 
-def bind(graph: Graph, phase: str, model_dir: Path, *, dtype: torch.dtype, device: str) -> Any:
+def bind(
+    graph: Graph,
+    phase: str,
+    model_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    sources: Mapping[str, Path] | None = None,
+) -> Any:
     """A pipeline of one phase with its own components loaded and nothing else.
+
+    Args:
+        sources: As for `open_model`.
 
     Raises:
         ModelError: A component did not load, or a parameter stayed without a value.
     """
-    pipe = prepare(graph, phase, model_dir, dtype=dtype)
-    load(graph, pipe, component_names(pipe), model_dir, dtype=dtype)
+    model = open_model(model_dir, sources=sources)
+    pipe = prepare(graph, phase, model, dtype=dtype)
+    load(graph, pipe, component_names(pipe), model, dtype=dtype)
     pipe.to(device)
     return pipe
 
 
-def prepare(graph: Graph, phase: str, model_dir: Path, *, dtype: torch.dtype) -> Any:
+def prepare(graph: Graph, phase: str, model: ModelDirectory, *, dtype: torch.dtype) -> Any:
     """A pipeline of one phase before any weights: configuration components and stand-ins."""
-    source = str(model_dir)
+    source = str(model.directory)
     whole = graph.pipeline_class(blocks=graph.whole, pretrained_model_name_or_path=source)
     pipe = graph.pipeline_class(blocks=graph.phases[phase], pretrained_model_name_or_path=source)
     for name in whole.config_component_names:  # rule 2
         setattr(pipe, name, getattr(whole, name))
     for name in graph.family.lent.get(phase, ()):
         pipe._component_specs.pop(name, None)
-    for name in _left_out(graph, model_dir) & set(pipe._component_specs):
+    for name in _left_out(graph, model) & set(pipe._component_specs):
         pipe._component_specs[name].pretrained_model_name_or_path = None
-    for name, stand_in in stand_ins(whole, pipe, model_dir).items():  # rule 3
+    for name in set(model.sources) & set(pipe._component_specs):
+        spec = pipe._component_specs[name]
+        spec.pretrained_model_name_or_path = str(model.components[name].directory)
+        spec.subfolder = ""
+    for name, stand_in in stand_ins(whole, pipe, model).items():  # rule 3
         setattr(pipe, name, stand_in.to(dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _left_out(graph: Graph, model_dir: Path) -> set[str]:
+def _left_out(graph: Graph, model: ModelDirectory) -> set[str]:
     """Optional components of the family that this model does not have."""
-    if not graph.family.optional:
-        return set()
-    return set(graph.family.optional) - set(open_model(model_dir).components)
+    return set(graph.family.optional) - set(model.components)
 
 
-def load(graph: Graph, pipe: Any, names: list[str], model_dir: Path, *, dtype: torch.dtype) -> None:
+def load(
+    graph: Graph, pipe: Any, names: list[str], model: ModelDirectory, *, dtype: torch.dtype
+) -> None:
     """Load components into a prepared pipeline, on the CPU.
 
     Weights whose file dtype is `dtype` stay mapped from their files.
@@ -60,16 +77,19 @@ def load(graph: Graph, pipe: Any, names: list[str], model_dir: Path, *, dtype: t
         ModelError: A component did not load, or a parameter stayed without a value.
     """
     dtypes = {name: getattr(torch, text) for name, text in graph.family.dtypes.items()}
-    parts = open_model(model_dir).components
+    parts = model.components
     variants = {name: parts[name].variant for name in names if name in parts}
+    single = [name for name in names if name in parts and parts[name].single_file]
+    for name in single:
+        pipe.update_components(**{name: load_single_file(parts[name], dtypes.get(name, dtype))})
     with _failures_kept("diffusers") as failures:
         pipe.load_components(
-            names=names,
+            names=[name for name in names if name not in single],
             dtype={"default": dtype, **dtypes},
             variant={"default": None, **variants},
             local_files_only=True,
         )
-    _require_whole(pipe, names, model_dir, failures)
+    _require_whole(pipe, names, model, failures)
 
 
 def component_names(pipe: Any) -> list[str]:
@@ -81,7 +101,7 @@ def component_names(pipe: Any) -> list[str]:
     ]
 
 
-def stand_ins(whole: Any, pipe: Any, model_dir: Path) -> dict[str, Any]:
+def stand_ins(whole: Any, pipe: Any, model: ModelDirectory) -> dict[str, Any]:
     """Models that the phase does not load, built from their configuration alone.
 
     Properties such as the VAE's scale factor fall back to constants when the model is absent,
@@ -93,13 +113,14 @@ def stand_ins(whole: Any, pipe: Any, model_dir: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, spec in whole._component_specs.items():
-        if name in pipe._component_specs or not (model_dir / name).is_dir():
+        if name in pipe._component_specs or name not in model.components:
             continue
         if not (isinstance(spec.type_hint, type) and issubclass(spec.type_hint, ModelMixin)):
             continue
         kind: Any = spec.type_hint
         with init_empty_weights():
-            found[name] = kind.from_config(kind.load_config(str(model_dir), subfolder=name))
+            folder = str(model.components[name].directory)
+            found[name] = kind.from_config(kind.load_config(folder))
     return found
 
 
@@ -124,12 +145,12 @@ def renew_job_state(pipe: Any, guidance: Mapping[str, float]) -> None:
             setattr(pipe, name, type(component).from_config(component.config))
 
 
-def _require_whole(pipe: Any, names: list[str], model_dir: Path, failures: list[str]) -> None:
+def _require_whole(pipe: Any, names: list[str], model: ModelDirectory, failures: list[str]) -> None:
     missing = [name for name in names if getattr(pipe, name, None) is None]
     if missing:
         reason = _last_line(failures)
         raise ModelError(
-            f"component {missing[0]!r} of {model_dir} did not load: {reason}; "
+            f"component {missing[0]!r} of {model.origin(missing[0])} did not load: {reason}; "
             "check its files, or fetch the model again"
         )
     for name in names:
@@ -143,8 +164,9 @@ def _require_whole(pipe: Any, names: list[str], model_dir: Path, failures: list[
         ]
         if empty:
             raise ModelError(
-                f"component {name!r} of {model_dir} has {len(empty)} tensors that no weight file "
-                f"holds, first {empty[0]!r}; the files are incomplete or belong to another model"
+                f"component {name!r} of {model.origin(name)} has {len(empty)} tensors that no "
+                f"weight file holds, first {empty[0]!r}; the files are incomplete or belong to "
+                "another model"
             )
 
 

@@ -203,6 +203,7 @@ class StageContext(Record):
         model_dir: The model directory in diffusers layout, absolute.
         store_url: Where artifacts are read and written.
         home_dir: Where remembered fingerprints and locks lie, absolute.
+        sources: Folder or file of each component that does not lie in the model directory.
         adapters: Path of each LoRA file that a request may name, by its digest.
         device: `cpu`, `cuda` or `cuda:N`.
         num_threads: CPU threads of this stage; None leaves torch's own choice.
@@ -218,6 +219,7 @@ class StageContext(Record):
     model_dir: str
     store_url: str
     home_dir: str
+    sources: dict[str, str] = Field(default_factory=dict)
     adapters: dict[str, str] = Field(default_factory=dict)
     device: str = "cpu"
     num_threads: int | None = Field(default=None, ge=1)

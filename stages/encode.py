@@ -59,7 +59,7 @@ def _count_tokens(job: Job, guided: bool) -> tuple[list[TokenUse], int | None]:
     missing = [name for name in readings if getattr(pipe, name, None) is None]
     if missing:
         with job.tracker.host_phase("load_tokenizers"):
-            load(job.graph, pipe, missing, job.model_dir, dtype=job.dtype)
+            load(job.graph, pipe, missing, job.model, dtype=job.dtype)
     limit = int(job.options[family.token_limit]) if family.token_limit else None
     prompts = {name: job.options[name] for name in PROMPTS if job.options.get(name) is not None}
     if family.guidance and not guided:

@@ -30,7 +30,7 @@ from stages.devices import require_device
 from stages.errors import ModelError, RequestError
 from stages.families import Family, family_named
 from stages.handover import unpack, write
-from stages.models import open_model
+from stages.models import ModelDirectory, open_model
 from stages.offload import Placement
 from stages.phases import Graph, Handover, run_phase, split
 from stages.report import RunTracker
@@ -80,9 +80,10 @@ class Job:
         return torch_dtype(self.request.dtype)
 
     @property
-    def model_dir(self) -> Path:
-        """The model directory."""
-        return Path(self.context.model_dir)
+    def model(self) -> ModelDirectory:
+        """The model as it lies on the disk now, with components from elsewhere."""
+        sources = {name: Path(path) for name, path in self.context.sources.items()}
+        return open_model(self.context.model_dir, sources=sources)
 
 
 def open_job(request: StageRequest, context: StageContext, events: Events) -> Job:
@@ -149,10 +150,10 @@ def loaded_pipe(job: Job) -> Any:
         with job.tracker.host_phase("load"):
             _require_same_files(job)
             if names:
-                load(job.graph, pipe, names, job.model_dir, dtype=job.dtype)
+                load(job.graph, pipe, names, job.model, dtype=job.dtype)
             _require_same_files(job)
         with job.tracker.host_phase("place"):
-            placement.place(pipe, open_model(job.model_dir).components)
+            placement.place(pipe, job.model.components)
         kept.is_placed = True
     if kept.worn.uses or job.request.adapters:
         with job.tracker.host_phase("adapters"):
@@ -168,13 +169,13 @@ def _require_same_files(job: Job) -> None:
     Its result would be kept under the fingerprint of files that are gone. Costs a `stat` per
     file while nothing has changed.
     """
-    components = open_model(job.model_dir).components
+    model = job.model
     for name, expected in job.request.components.items():
-        found = components[name].fingerprint(Path(job.context.home_dir))
+        found = model.components[name].fingerprint(Path(job.context.home_dir))
         if found != expected:
             raise ModelError(
-                f"component {name!r} of {job.model_dir} changed while the run was under way: its "
-                f"fingerprint was {expected[:16]} and is {found[:16]}; start the run again"
+                f"component {name!r} of {model.origin(name)} changed while the run was under way: "
+                f"its fingerprint was {expected[:16]} and is {found[:16]}; start the run again"
             )
 
 
@@ -270,13 +271,14 @@ def _kept(job: Job) -> _Kept:
     key = (
         *(request.family, request.task, request.stage, request.dtype, *request.blocks.items()),
         *(context.model_dir, context.device, context.offload),
+        tuple(sorted(context.sources.items())),
     )
     if _KEPT and _KEPT[0].key == key:
         return _KEPT[0]
     while _KEPT:
         _KEPT.pop().placement.detach()
     graph = job.graph
-    pipe = prepare(graph, request.stage, job.model_dir, dtype=torch_dtype(request.dtype))
+    pipe = prepare(graph, request.stage, job.model, dtype=torch_dtype(request.dtype))
     placement = Placement(context.device, context.offload)
     _KEPT.append(_Kept(key=key, pipe=pipe, placement=placement))
     return _KEPT[0]

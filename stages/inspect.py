@@ -9,7 +9,6 @@ fingerprints belong in which request.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,10 @@ from stages.errors import ModelError
 from stages.execute import Events, Job, finish, open_job
 from stages.manifest import ADAPTER_ROLE, MANIFEST_TYPE, Manifest, PhaseFacts
 from stages.meta_models import built_on_meta
-from stages.models import open_model
+from stages.models import ModelDirectory
 from stages.phases import Graph, first_task_alike
+from stages.quantized import absent_and_strange
+from stages.single_files import shapes_in_layout
 from stages.weight_names import may_be_left_over, may_be_missing, shapes_as_loaded
 
 _NAMED = 3  # tensors named in an error
@@ -42,14 +43,15 @@ def run(
     if request.adapters:
         return _adapter_facts(job)
     events.progress("running", message="reading configurations and headers")
+    model = job.model
     with job.tracker.host_phase("run"):
         phases = {
-            phase: _facts(job.graph, request.task, phase, job.model_dir, job.dtype)
+            phase: _facts(job.graph, request.task, phase, model, job.dtype)
             for phase in job.graph.phases
         }
         names = {name for facts in phases.values() for name in facts.components}
         _require_components(job, names)
-        counted = check_weights(job.model_dir, names)
+        counted = check_weights(model, names)
     manifest = Manifest(
         family=job.family.name,
         task=request.task,
@@ -66,7 +68,7 @@ def _adapter_facts(job: Job) -> tuple[StageResult, dict[str, Any]]:
     (use,) = job.request.adapters
     job.events.progress("running", message="reading a LoRA file")
     with job.tracker.host_phase("run"):
-        components = open_model(job.model_dir).components
+        components = job.model.components
         facts = check_adapter(job.family, components, use, adapter_file(use, job.context))
     content = canonical_json(facts.model_dump(mode="json"))
     return finish(job, {ADAPTER_ROLE: job.store.put(content, MANIFEST_TYPE)})
@@ -74,16 +76,19 @@ def _adapter_facts(job: Job) -> tuple[StageResult, dict[str, Any]]:
 
 def _require_components(job: Job, names: set[str]) -> None:
     """Refuse custom blocks that ask for models from elsewhere."""
-    there = set(open_model(job.model_dir).components)
+    there = set(job.model.components)
     if job.graph.custom and (missing := sorted(names - there)):
         raise ModelError(
-            f"custom blocks ask for a component {missing[0]!r}, which {job.model_dir} does not "
-            f"have; it has {', '.join(sorted(there))}; put the component into the model directory"
+            f"custom blocks ask for a component {missing[0]!r}, which {job.context.model_dir} does "
+            f"not have; it has {', '.join(sorted(there))}; put the component into the model "
+            "directory"
         )
 
 
-def _facts(graph: Graph, task: str, phase: str, model_dir: Path, dtype: torch.dtype) -> PhaseFacts:
-    pipe = prepare(graph, phase, model_dir, dtype=dtype)
+def _facts(
+    graph: Graph, task: str, phase: str, model: ModelDirectory, dtype: torch.dtype
+) -> PhaseFacts:
+    pipe = prepare(graph, phase, model, dtype=dtype)
     made_before = {
         item.name
         for earlier in list(graph.phases)[: list(graph.phases).index(phase)]
@@ -98,7 +103,7 @@ def _facts(graph: Graph, task: str, phase: str, model_dir: Path, dtype: torch.dt
     )
 
 
-def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
+def check_weights(model: ModelDirectory, names: set[str]) -> dict[str, int]:
     """Hold the weight files of a model's components to their configurations.
 
     Returns:
@@ -108,18 +113,44 @@ def check_weights(model_dir: Path, names: set[str]) -> dict[str, int]:
         ModelError: See `run`.
     """
     counted: dict[str, int] = {}
-    for name, component in sorted(open_model(model_dir).components.items()):
+    for name, component in sorted(model.components.items()):
         if name not in names or not component.weight_files:
             continue
         module = built_on_meta(component)
         expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         tied = set(getattr(module, "_tied_weights_keys", None) or ())
-        found = shapes_as_loaded(module, component.tensor_shapes())
-        _compare(f"component {name!r} of {model_dir}", module, expected, found, tied)
+        where = f"component {name!r} of {model.origin(name)}"
+        found = shapes_as_loaded(module, shapes_in_layout(component, module))
+        if component.quant_method is not None and component.gguf is None:
+            _compare_names(where, module, expected, found, tied)
+        else:
+            _compare(where, module, expected, found, tied)
         counted[name] = sum(
             torch.Size(shape).numel() for key, shape in expected.items() if key not in tied
         )
     return counted
+
+
+def _compare_names(
+    where: str,
+    module: torch.nn.Module,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    tied: set[str],
+) -> None:
+    """Hold quantized weights to a configuration: their shapes are those of packed numbers."""
+    absent, strange = absent_and_strange(expected, found)
+    absent = [key for key in absent if key not in tied and not may_be_missing(module, key)]
+    if absent:
+        raise ModelError(
+            f"{where} lacks {len(absent)} of {len(expected)} tensors: {_some(absent)}; "
+            "its files are incomplete or belong to another component"
+        )
+    if strange:
+        raise ModelError(
+            f"{where} holds {len(strange)} tensors that its config.json does not ask for: "
+            f"{_some(strange)}; the two belong to different models"
+        )
 
 
 def _compare(

@@ -16,6 +16,7 @@ from typing import Any
 from stages.contracts import json_digest
 from stages.errors import ModelError
 from stages.fingerprints import Progress, file_sha256
+from stages.gguf_header import GgufHeader
 from stages.model_files import (
     PICKLE_SUFFIXES,
     Weights,
@@ -24,6 +25,7 @@ from stages.model_files import (
     is_there,
     read_json,
 )
+from stages.quantized import GGUF, is_of_a_weight, quant_method, require_quantizer
 from stages.safetensors_header import TORCH_DTYPES, Header
 
 _TORCH_FLOATS = {code: name for name, code in TORCH_DTYPES.items() if code.startswith(("F", "BF"))}
@@ -56,6 +58,8 @@ class Component:
         config_file: The configuration that its class reads.
         weights: None for tokenizers, schedulers and the like.
         other_files: The further files that its class may read, such as a vocabulary.
+        single_file: A weight file that lies elsewhere, perhaps with the names of another layout.
+        gguf: What that file holds, if it is of the kind GGUF.
     """
 
     name: str
@@ -65,11 +69,22 @@ class Component:
     config_file: Path
     weights: Weights | None
     other_files: tuple[Path, ...]
+    single_file: Path | None = None
+    gguf: GgufHeader | None = None
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
         """The files that hold its tensors, in the order of their names."""
+        if self.single_file is not None:
+            return (self.single_file,)
         return tuple(self.weights.headers) if self.weights else ()
+
+    @property
+    def quant_method(self) -> str | None:
+        """The quantizer that its weights are of, such as `torchao`; None for plain ones."""
+        if self.gguf is not None:
+            return GGUF
+        return quant_method(self.config()) if self.weights else None
 
     @property
     def variant(self) -> str | None:
@@ -84,6 +99,8 @@ class Component:
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, as stored."""
+        if self.gguf is not None:
+            return self.gguf.nbytes
         return sum(info.nbytes for h in self.headers.values() for info in h.tensors.values())
 
     def config(self) -> dict[str, Any]:
@@ -92,6 +109,8 @@ class Component:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor in its weight files, by name."""
+        if self.gguf is not None:
+            return dict(self.gguf.shapes)
         return {
             name: info.shape
             for header in self.headers.values()
@@ -100,11 +119,16 @@ class Component:
 
     @property
     def file_dtype(self) -> str | None:
-        """The float dtype of most of its elements by torch's name; None without floats."""
+        """The float dtype of most of its elements by torch's name; None without floats.
+
+        Of quantized weights, that of what was not quantized; `gguf` for a file of that kind.
+        """
+        if self.gguf is not None:
+            return GGUF
         count: Counter[str] = Counter()
         for header in self.headers.values():
-            for info in header.tensors.values():
-                if info.dtype in _TORCH_FLOATS:
+            for name, info in header.tensors.items():
+                if info.dtype in _TORCH_FLOATS and not is_of_a_weight(name):
                     count[info.dtype] += prod(info.shape)
         return _TORCH_FLOATS[count.most_common(1)[0][0]] if count else None
 
@@ -121,6 +145,8 @@ class Component:
     @property
     def header_digest(self) -> str:
         """sha256 over the headers of its weight files: names, shapes, dtypes, no values."""
+        if self.gguf is not None:
+            return self.gguf.digest
         headers = self.headers.items()
         return json_digest(
             {path.name: hashlib.sha256(header.raw).hexdigest() for path, header in headers}
@@ -155,13 +181,17 @@ class Component:
             {
                 "class": [self.library, self.class_name],
                 "files": {
-                    path.relative_to(self.directory).as_posix(): file_sha256(
-                        path, home, verify=verify, progress=progress
-                    )
+                    self._role(path): file_sha256(path, home, verify=verify, progress=progress)
                     for path in files
                 },
             }
         )
+
+    def _role(self, path: Path) -> str:
+        """What a file is to the component, wherever it lies."""
+        if path == self.single_file:
+            return f"single file{path.suffix}"
+        return path.relative_to(self.directory).as_posix()
 
 
 def is_component(entry: Any) -> bool:
@@ -192,17 +222,36 @@ def open_component(
     if not isinstance(subfolder, str) or subfolder != Path(subfolder).name or subfolder == "..":
         raise ModelError(f"{where} lies in {subfolder!r}, which leads out of its model")
     folder = model_dir / subfolder
-    _refuse_own_code(model_dir, folder, library, class_name, where)
     if not folder.is_dir():
+        _refuse_own_code(model_dir, folder, library, class_name, where)
         found = f" -> {folder.readlink()}" if folder.is_symlink() else ""
         raise ModelError(
             f"folder of {where} is missing: {folder}{found}; components outside of the model "
             "directory are not read, fetch the whole model"
         )
+    return open_folder(model_dir, folder, (name, library, class_name), variant, where)
+
+
+def open_folder(
+    model_dir: Path, folder: Path, about: tuple[str, str, str], variant: str | None, where: str
+) -> Component:
+    """Check a component's folder.
+
+    Args:
+        about: Name, library and class.
+        where: The component, for messages.
+
+    Raises:
+        ModelError: See `stages.models.open_model`.
+    """
+    name, library, class_name = about
+    _refuse_own_code(model_dir, folder, library, class_name, where)
     config_file, has_weights = _find_config(folder, class_name, where)
     config = read_json(config_file, f"the configuration of {where}")
     refuse_auto_map(config, config_file)
     weights = find_weights(folder, library, variant) if has_weights else None
+    if weights is not None and (method := quant_method(config)) is not None:
+        require_quantizer(method, where)
     others = tuple(p for p in _other_files(folder, has_weights=has_weights) if p != config_file)
     for path in others:
         check_file(path, f"a file of {where}")

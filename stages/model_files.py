@@ -137,7 +137,7 @@ def find_weights(directory: Path, library: str, variant: str | None) -> Weights:
         headers = _sharded(directory / index)
     else:
         assert single is not None
-        headers = {directory / single: _header(directory / single)}
+        headers = {directory / single: checked_header(directory / single)}
     stray = [
         name
         for name in names
@@ -216,7 +216,7 @@ def _sharded(index_file: Path) -> dict[Path, Header]:
             f"{len(missing)} of {len(shards)} shards are missing: {_some(missing)}: {index_file}; "
             "fetch the model again"
         )
-    headers = {shard: _header(paths[shard]) for shard in shards}
+    headers = {shard: checked_header(paths[shard]) for shard in shards}
     absent = [name for name, shard in weight_map.items() if name not in headers[shard].tensors]
     if absent:
         raise ModelError(
@@ -238,7 +238,12 @@ def _sharded(index_file: Path) -> dict[Path, Header]:
     return {paths[shard]: headers[shard] for shard in shards}
 
 
-def _header(path: Path) -> Header:
+def checked_header(path: Path) -> Header:
+    """The header of a weight file, held to the file's size.
+
+    Raises:
+        ModelError: It is missing, damaged or incomplete.
+    """
     check_file(path, "weight file")
     try:
         return read_header(path)

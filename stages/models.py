@@ -6,13 +6,15 @@ Only headers and small files are read here, except for fingerprints. This module
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stages.component_sources import open_source
 from stages.contracts import json_digest
-from stages.errors import ModelError
+from stages.errors import ModelError, RequestError
+from stages.hub_cache import HUB_ID, cached_snapshot
 from stages.model_component import Component, is_component, open_component, refuse_auto_map
 from stages.model_files import is_there, read_json
 
@@ -33,6 +35,7 @@ class ModelDirectory:
         components: By name; absent optional components are left out.
         settings: What the index says beside its components, such as `boundary_ratio`.
         warnings: What the user should know, such as files that are not read.
+        sources: Components that come from elsewhere, and from where.
     """
 
     directory: Path
@@ -41,6 +44,11 @@ class ModelDirectory:
     components: dict[str, Component]
     settings: dict[str, Any]
     warnings: tuple[str, ...]
+    sources: Mapping[str, Path] = field(default_factory=dict)
+
+    def origin(self, name: str) -> Path:
+        """Where a component comes from, for messages."""
+        return self.sources.get(name, self.directory)
 
     @property
     def index_digest(self) -> str:
@@ -58,10 +66,11 @@ def resolve_model(name: str | Path) -> Path:
     """The absolute model directory that a name stands for; it need not exist.
 
     Args:
-        name: `miniature` for the packaged model, else a path; `~` is expanded.
+        name: `miniature` for the packaged model, a path with `~` expanded, or the hub id of a
+            model in the cache.
 
     Raises:
-        ModelError: The name is empty, or is a hub id and no folder.
+        ModelError: The name is empty, or is a hub id that is neither a folder nor in the cache.
     """
     text = os.fspath(name)
     if text == "miniature":
@@ -72,21 +81,24 @@ def resolve_model(name: str | Path) -> Path:
         path = Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise ModelError(f"model path {text!r} cannot be expanded: {error}") from error
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not is_there(path):
-        raise ModelError(
-            f"no folder {text!r} in {Path.cwd()}; if it is a hub id: models are read from local "
-            "folders only, so fetch it and give the folder's path"
-        )
+    if HUB_ID.fullmatch(text) and not is_there(path):
+        return cached_snapshot(text)
     return path
 
 
-def open_model(directory: str | Path, *, variant: str | None = None) -> ModelDirectory:
+def open_model(
+    directory: str | Path,
+    *,
+    variant: str | None = None,
+    sources: Mapping[str, Path] | None = None,
+) -> ModelDirectory:
     """Read a model's index, configurations and weight headers, and check them all.
 
     Args:
         directory: A path, or a name that `resolve_model` knows.
         variant: Which variant of the weights to take, such as `fp16`; None takes the files
             without one, or the only variant that a component has.
+        sources: Component -> the folder or file that it comes from in place of its own.
 
     Raises:
         ModelError: Something is missing, incomplete, damaged, not allowed, or not a model;
@@ -94,14 +106,14 @@ def open_model(directory: str | Path, *, variant: str | None = None) -> ModelDir
     """
     path = resolve_model(directory)
     try:
-        return _open(path, variant)
+        return _open(path, variant, sources or {})
     except OSError as error:
         raise ModelError(
             f"cannot read {error.filename or path} as uid {os.geteuid()}: {error.strerror}"
         ) from error
 
 
-def _open(path: Path, variant: str | None) -> ModelDirectory:
+def _open(path: Path, variant: str | None, sources: Mapping[str, Path]) -> ModelDirectory:
     index, is_modular = _read_index(path)
     blocks = path / "modular_config.json"
     if is_there(blocks):
@@ -113,8 +125,14 @@ def _open(path: Path, variant: str | None) -> ModelDirectory:
             continue
         if not is_component(entry):
             settings[name] = entry
+        elif name in sources and all(entry[:2]):
+            components[name] = open_source(path, name, entry, sources[name], variant)
         elif component := open_component(path, name, entry, variant):
             components[name] = component
+    if strange := [name for name in sources if name not in components]:
+        raise RequestError(
+            f"component names {strange[0]!r}, but {path} has {', '.join(sorted(components))}"
+        )
     if not components:
         raise ModelError(f"model index names no components: {path}; it is not a diffusion model")
     return ModelDirectory(
@@ -126,6 +144,7 @@ def _open(path: Path, variant: str | None) -> ModelDirectory:
         warnings=tuple(
             text for c in components.values() if c.weights for text in c.weights.warnings
         ),
+        sources=dict(sources),
     )
 
 

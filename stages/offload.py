@@ -137,7 +137,7 @@ class Placement:
         from ddo.weight_files import read_weight_files
 
         files = None
-        if part is not None and part.weights is not None:
+        if part is not None and part.weights is not None and part.single_file is None:
             files = read_weight_files(part.directory, part.variant)
         # One scope a device: buffers of the smaller models come out of the largest one's share.
         with self.memory() if self._attached else opened.memory():

@@ -122,7 +122,7 @@ def test_what_is_no_model_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"no folder 'org/model-1\.0' in .*hub id"):
+    with pytest.raises(ModelError, match=r"'org/model-1\.0' is no folder in .*hf download"):
         open_model("org/model-1.0")
 
     write_model(tmp_path / "org" / "model-1.0")  # a folder of that name is a folder

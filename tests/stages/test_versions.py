@@ -21,6 +21,7 @@ STAGES = Path(__file__).resolve().parents[2] / "stages"
 RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
     *("execute", "phases", "components", "codec", "handover", "borders", "adapters"),
+    "single_files",
     *("classic", "classic_steps", "custom_blocks", "block_modules"),
     "families/family",
     *sorted(
