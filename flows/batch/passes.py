@@ -132,7 +132,10 @@ class Passes:
             raise
         except Exception as error:
             if _is_prefects(error):
-                raise
+                raise ServerError(
+                    f"the Prefect server failed while row {work.row.id} was at work: {error!r}; "
+                    "see `exeunt status`, and start the batch again"
+                ) from error
             self._fail(work, error)
         else:
             self._end(work, work.done(saved.digest, self._run_id))

@@ -44,7 +44,7 @@ class Nights:
         """Make the table."""
         self.table.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(self, **options: Any) -> Ran:
+    def run(self, tries: int = 1, **options: Any) -> Ran:
         """Start the batch; a batch that ends with an error raises it."""
         from flows.batch import results
         from flows.batch.flow import batch
@@ -53,7 +53,8 @@ class Nights:
         arguments = TINY | {"model": str(self.model), "device": "cpu"}
         arguments |= options.pop("arguments", {})
         options = {"table": str(self.table), "family": "z-image"} | options
-        summary = batch(arguments=arguments, output=str(self.output), **options)
+        retried = batch.with_options(retries=tries - 1)
+        summary = retried(arguments=arguments, output=str(self.output), **options)
         new = set(self.reports()) - reports
         return Ran(
             summary=summary,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from stages.errors import RequestError
+from stages.errors import ArtifactError, RequestError
 from stages.media import read_settings
 from tests.flows.batch.conftest import Nights
 from tests.support.studio import TINY
@@ -172,3 +172,69 @@ def test_a_stranger_s_file_under_a_row_s_name_stays(nights: Nights) -> None:
         nights.run()
     assert (nights.output / "fox.png").read_bytes() == b"mine"
     assert nights.run(overwrite=True).rows["fox"].status == "done"
+
+
+def test_a_retry_of_the_flow_run_goes_on_with_the_rows_that_are_left(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No chunk of the first try may be answered out of Prefect's memory: its rows are others."""
+    from flows.batch.passes import Passes
+
+    run_chunk, sizes = Passes.run_chunk, list[int]()
+
+    def fails_once(self: Passes, rows: Any) -> None:
+        sizes.append(len(rows))
+        if len(sizes) == 2:
+            raise ArtifactError("the store's disk is full")
+        run_chunk(self, rows)
+
+    monkeypatch.setattr(Passes, "run_chunk", fails_once)
+    nights.write([{"prompt": "the same", "seed": n} for n in range(5)])
+    ran = nights.run(chunk=2, tries=2)
+    assert sizes == [2, 2, 2, 1]
+    assert ran.summary.num_done == 5
+    assert ran.ran["denoise"] == 5
+
+
+def test_a_row_whose_artifact_is_gone_begins_again(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.session import StageSession
+
+    rest, is_first = StageSession.rest, [True]
+
+    def rest_and_lose(self: StageSession) -> None:
+        rest(self)
+        if self.stage == "encode" and is_first.pop():
+            is_first.append(False)
+            for path in (nights.home / "store" / "objects").rglob("?" * 64):
+                if path.stat().st_size > 2_000:  # the embeddings, and not what inspect found
+                    path.unlink()
+
+    monkeypatch.setattr(StageSession, "rest", rest_and_lose)
+    nights.write([{"prompt": "a fox", "seed": 1}, {"prompt": "an owl", "seed": 2}])
+    ran = nights.run()
+    assert [row.status for row in ran.rows.values()] == ["done", "done"]
+    assert ran.ran["encode"] == 4 and ran.ran["decode"] == 2
+
+
+def test_a_server_that_fails_ends_the_batch_and_no_row_is_blamed(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from flows.batch import results
+    from flows.batch.shared_phase import SharedPhase
+    from flows.prefect_api import ServerError
+
+    def fails(self: Any, *args: Any) -> Any:
+        raise httpx.ConnectError("connection refused")
+
+    monkeypatch.setattr(SharedPhase, "_run_task", fails)
+    nights.write([{"id": "fox", "prompt": "a fox"}])
+    with pytest.raises(ServerError, match=r"while row fox was at work.*connection refused"):
+        nights.run()
+    assert results.read(nights.output / results.NAME) == []
+    monkeypatch.undo()
+    monkeypatch.setenv("EXEUNT_HOME", str(nights.home))
+    assert nights.run().summary.num_done == 1
