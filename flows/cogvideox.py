@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.from_frames import condition_videos
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_image import Source, begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -41,6 +41,7 @@ def cogvideox(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -78,6 +79,7 @@ def cogvideox(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -107,9 +109,11 @@ def cogvideox(
     return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
-def check(*, model: str, max_sequence_length: int, **others: Any) -> VideoJob:
+def check(
+    *, model: str, component: Source = None, max_sequence_length: int, **others: Any
+) -> VideoJob:
     """Check every argument; a transformer may have places for just so many tokens."""
-    opened = open_for("cogvideox", model)
+    opened = open_for("cogvideox", model, component)
     job = check_video_job(
         "cogvideox",
         opened,

@@ -11,6 +11,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -41,6 +42,7 @@ def flux(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int | None = None,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -75,6 +77,7 @@ def flux(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -100,9 +103,11 @@ def flux(
     )
 
 
-def check(*, model: str, max_sequence_length: int | None = None, **others: Any) -> Job:
+def check(
+    *, model: str, component: Source = None, max_sequence_length: int | None = None, **others: Any
+) -> Job:
     """Check every argument; schnell is told by its transformer, which takes no guidance."""
-    opened = open_for("flux", model)
+    opened = open_for("flux", model, component)
     is_dev = bool(opened.components["transformer"].config().get("guidance_embeds"))
     tokens = DEV_TOKENS if is_dev else SCHNELL_TOKENS
     return check_job(

@@ -11,6 +11,7 @@ from flows.from_pictures import REFERENCES_LIMIT, check_references, condition_pi
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -42,6 +43,7 @@ def flux2_klein(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int = DEFAULT_TOKENS,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -75,6 +77,7 @@ def flux2_klein(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -105,9 +108,9 @@ def flux2_klein(
     )
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument; the model's index says whether it is distilled."""
-    opened = open_for("flux2-klein", model)
+    opened = open_for("flux2-klein", model, component)
     is_distilled = bool(opened.settings.get("is_distilled"))
     job = check_job(
         "flux2-klein" if is_distilled else "flux2-klein-base",

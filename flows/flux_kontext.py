@@ -11,6 +11,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -45,6 +46,7 @@ def flux_kontext(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int = DEFAULT_TOKENS,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -82,6 +84,7 @@ def flux_kontext(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -115,11 +118,11 @@ def taught_size(width: int, height: int) -> tuple[int, int]:
     return high, wide
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
         "flux-kontext",
-        open_for("flux-kontext", model),
+        open_for("flux-kontext", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         like=taught_size,

@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.from_frames import condition_videos
-from flows.text_to_image import begin, run_name, short
+from flows.text_to_image import Source, begin, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -40,6 +40,7 @@ def hunyuan_video(
     frame_rate: float | None = None,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -79,6 +80,7 @@ def hunyuan_video(
         frame_rate=frame_rate,
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -107,9 +109,9 @@ def hunyuan_video(
     return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
-def check(*, model: str, **others: Any) -> VideoJob:
+def check(*, model: str, component: Source = None, **others: Any) -> VideoJob:
     """Check every argument; the model's index says whether it starts from pictures."""
-    family, opened = open_for_one_of(("hunyuan-video", "hunyuan-video-i2v"), model)
+    family, opened = open_for_one_of(("hunyuan-video", "hunyuan-video-i2v"), model, component)
     return check_video_job(
         family,
         opened,

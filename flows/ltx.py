@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.from_frames import condition_videos
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_image import Source, begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -45,6 +45,7 @@ def ltx(
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     decode_timestep: float = DECODE_TIMESTEP,
     decode_noise_scale: float = DECODE_NOISE_SCALE,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -87,6 +88,7 @@ def ltx(
         max_sequence_length=max_sequence_length,
         decode_timestep=decode_timestep,
         decode_noise_scale=decode_noise_scale,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -124,14 +126,19 @@ def ltx(
 
 
 def check(
-    *, model: str, decode_timestep: float, decode_noise_scale: float, **others: Any
+    *,
+    model: str,
+    component: Source = None,
+    decode_timestep: float,
+    decode_noise_scale: float,
+    **others: Any,
 ) -> VideoJob:
     """Check every argument."""
     rules.check_share(decode_timestep, "decode_timestep")
     rules.check_share(decode_noise_scale, "decode_noise_scale")
     return check_video_job(
         "ltx",
-        open_for("ltx", model),
+        open_for("ltx", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         default_size=SIZE,

@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.from_frames import condition_videos
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_image import Source, begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -47,6 +47,7 @@ def ltx2(
     audio_guidance_scale: float = DEFAULT_AUDIO_GUIDANCE,
     image_crf: int = IMAGE_CRF,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -90,6 +91,7 @@ def ltx2(
         audio_guidance_scale=audio_guidance_scale,
         image_crf=image_crf,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -120,14 +122,19 @@ def ltx2(
 
 
 def check(
-    *, model: str, audio_guidance_scale: float, image_crf: int = IMAGE_CRF, **others: Any
+    *,
+    model: str,
+    component: Source = None,
+    audio_guidance_scale: float,
+    image_crf: int = IMAGE_CRF,
+    **others: Any,
 ) -> VideoJob:
     """Check every argument."""
     if not 0 <= rules.whole_number(image_crf, "image_crf") <= MAX_CRF:
         raise RequestError(f"image_crf is {image_crf}, allowed are 0 to {MAX_CRF}")
     return check_video_job(
         "ltx2",
-        open_for("ltx2", model),
+        open_for("ltx2", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         other_scales={"audio_guidance_scale": audio_guidance_scale},

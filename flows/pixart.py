@@ -10,6 +10,7 @@ from pydantic import Field
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -42,6 +43,7 @@ def pixart(
     guidance_scale: float | None = None,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     use_resolution_binning: bool = True,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -76,6 +78,7 @@ def pixart(
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
         use_resolution_binning=use_resolution_binning,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -105,9 +108,11 @@ def pixart(
     return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
 
 
-def check(*, model: str, use_resolution_binning: bool, **others: Any) -> Job:
+def check(
+    *, model: str, component: Source = None, use_resolution_binning: bool, **others: Any
+) -> Job:
     """Check every argument; only models of certain sizes have a list of what they were taught."""
-    opened = open_for("pixart", model)
+    opened = open_for("pixart", model, component)
     edge = opened.components["transformer"].config().get("sample_size")
     if use_resolution_binning and edge not in TAUGHT:
         raise RequestError(

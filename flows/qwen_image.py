@@ -11,6 +11,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -43,6 +44,7 @@ def qwen_image(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int = DEFAULT_TOKENS,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -81,6 +83,7 @@ def qwen_image(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -112,11 +115,11 @@ def qwen_image(
     )
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
         "qwen-image",
-        open_for("qwen-image", model),
+        open_for("qwen-image", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         **others,

@@ -17,6 +17,7 @@ from flows.from_pictures import (
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -26,6 +27,7 @@ from flows.text_to_image import (
     save_pictures,
     short,
 )
+from stages.component_sources import choose_sources
 from stages.contracts import OffloadPreset
 from stages.families import family_named, require_model_of
 from stages.models import open_model, resolve_model
@@ -47,6 +49,7 @@ def qwen_image_edit(
     width: int | None = None,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -82,6 +85,7 @@ def qwen_image_edit(
         width=width,
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -124,9 +128,9 @@ def taught_size(width: int, height: int) -> tuple[int, int]:
     return round(high / STEP) * STEP, round(wide / STEP) * STEP
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument; the model's class says whether it looks at several pictures."""
-    opened = open_model(resolve_model(model))
+    opened = open_model(resolve_model(model), sources=choose_sources(component))
     takes_several = opened.class_name in family_named("qwen-image-edit-plus").models
     family = "qwen-image-edit-plus" if takes_several else "qwen-image-edit"
     require_model_of(family_named(family), opened.class_name, str(opened.directory))

@@ -44,6 +44,7 @@ from stages.manifest import ADAPTER_ROLE, AdapterFacts, Manifest
 from stages.media import Settings
 from stages.models import ModelDirectory
 from stages.protocol import Done, Failed, Progress, Ready, Warn
+from stages.quantized import quantizer_versions
 from stages.safetensors_header import read_header
 from stages.tokens import truncation_sentence
 from stages.versions import CODE_VERSIONS, adapter_library_versions, library_versions
@@ -233,6 +234,7 @@ class Run:
                 "model_dir": str(model.directory),
                 "store_url": settings.store_url,
                 "home_dir": str(settings.home.root),
+                "sources": {name: str(path) for name, path in model.sources.items()},
                 "adapters": {
                     use.digest: str(lora.path)
                     for use, lora in zip(self._worn, self.loras, strict=True)
@@ -262,6 +264,7 @@ class Run:
             "dtype": self.dtype,
             "device": self.context.device,
             "offload": self.context.offload.preset,
+            "sources": {name: str(path) for name, path in self.model.sources.items()},
             "lora": {lora.name: lora.scale for lora in self.loras},
             "blocks": self.blocks,
             "fresh": self.fresh,
@@ -357,7 +360,7 @@ class Run:
             code_version=CODE_VERSIONS[stage],
             family=self.family,
             task=task,
-            libraries=library_versions() | (adapter_library_versions() if adapters else {}),
+            libraries=self._libraries(components, adapters),
             components=components,
             configs=configs,
             inputs=_roles(inputs),
@@ -368,6 +371,15 @@ class Run:
             seed=seed,
             label=label,
         )
+
+    def _libraries(
+        self, components: Mapping[str, str], adapters: tuple[AdapterUse, ...]
+    ) -> dict[str, str]:
+        """Versions of what computes with these components and adapters."""
+        parts = self.model.components
+        methods = {parts[name].quant_method or "" for name in components if name in parts}
+        added = adapter_library_versions() if adapters else {}
+        return {**library_versions(), **quantizer_versions(methods), **added}
 
     def tell_truncation(self, embeds: StageResult) -> None:
         """Tell of a prompt that was longer than its encoder reads, out of the found artifact.

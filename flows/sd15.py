@@ -10,6 +10,7 @@ from pydantic import Field
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -37,6 +38,7 @@ def sd15(
     width: int | None = None,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -67,6 +69,7 @@ def sd15(
         width=width,
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -94,11 +97,11 @@ def sd15(
     return save_pictures(run, job, embeds, latents, images, embed_settings=embed_settings)
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
         "sd15",
-        open_for("sd15", model),
+        open_for("sd15", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         **others,

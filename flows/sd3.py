@@ -11,6 +11,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -41,6 +42,7 @@ def sd3(
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
     max_sequence_length: int = DEFAULT_TOKENS,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -75,6 +77,7 @@ def sd3(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -106,11 +109,11 @@ def sd3(
     )
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
         "sd3",
-        open_for("sd3", model),
+        open_for("sd3", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         **others,

@@ -11,6 +11,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -44,6 +45,7 @@ def sdxl(
     width: int | None = None,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -80,6 +82,7 @@ def sdxl(
         width=width,
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -110,9 +113,9 @@ def sdxl(
     )
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument; a UNet that was made for inpainting takes the masked picture, too."""
-    opened = open_for("sdxl", model)
+    opened = open_for("sdxl", model, component)
     job = check_job(
         "sdxl",
         opened,

@@ -30,18 +30,23 @@ from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore
 from stages.block_locks import chosen_blocks
+from stages.component_sources import choose_sources
 from stages.contracts import OffloadChoice, OffloadPreset, StageResult
 from stages.families import Family, family_named, require_model_of
 from stages.lora_files import Lora, choose_loras, target_warnings
 from stages.media import check_output_folder
 from stages.models import MINIATURE, ModelDirectory, open_model, resolve_model
 from stages.offload_rules import choose_offload, without_effect
+from stages.quantized import require_device_of
 from stages.size_rules import trained_edge
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LONGEST_LABEL = 60  # characters
+
+Source = str | list[str] | None
+"""What comes from elsewhere than the model: see `stages.component_sources`."""
 
 ARGUMENTS = {
     "prompt": "What to paint; several prompts make several pictures.",
@@ -60,7 +65,9 @@ ARGUMENTS = {
     "num_inference_steps": "Denoising steps; by default what the model recommends.",
     "guidance_scale": "Weight of the prompt against the negative prompt; 1 or less is off.",
     "max_sequence_length": "Tokens of the prompt that are read.",
-    "model": "A model directory in diffusers layout.",
+    "model": "A model directory in diffusers layout, or the hub id of one in the cache.",
+    "component": "A component from elsewhere, as NAME=SOURCE: a folder, a single .safetensors or "
+    ".gguf file, or a hub id in the cache, such as transformer=flux-Q8_0.gguf.",
     "lora": "A LoRA file that the model wears: PATH, PATH:SCALE, or COMPONENT=PATH:SCALE where a "
     "model has two transformers; several are added in their order.",
     "blocks": "A folder of custom blocks that was reviewed with `exeunt blocks review`: FOLDER for "
@@ -168,19 +175,27 @@ class Job:
         return f"seed {seed}, {short(self.prompts[n])}"
 
 
-def open_for(family: str, model: str) -> ModelDirectory:
+def open_sources(model: str, component: Source) -> ModelDirectory:
+    """The checked model, with what of its components comes from elsewhere."""
+    return open_model(resolve_model(model), sources=choose_sources(component))
+
+
+def open_for(family: str, model: str, component: Source = None) -> ModelDirectory:
     """The checked model directory, of this family.
+
+    Args:
+        component: As for `stages.component_sources.choose_sources`.
 
     Raises:
         ModelError: It is not whole, or belongs to another family.
     """
 
     def opened() -> ModelDirectory:
-        found = open_model(resolve_model(model))
+        found = open_sources(model, component)
         require_model_of(family_named(family), found.class_name, str(found.directory))
         return found
 
-    return remembered(f"model {family} {model}", opened)
+    return remembered(f"model {family} {model} {component}", opened)
 
 
 def check_job(
@@ -270,6 +285,7 @@ def check_job(
     rules.check_steps(num_inference_steps, start.strength)
     drowned = strength_warning(start, declared, num_inference_steps)
     device = settings.device if device == "auto" else rules.check_device_name(device)
+    require_device_of(opened, device)
     idle = [without_effect(device, offload, device_budget, host_budget)]
     if guidance_scale is None:
         guidance_scale = own.get("guidance_scale", default_guidance)

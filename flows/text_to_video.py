@@ -16,12 +16,12 @@ from flows.from_pictures import Start
 from flows.from_videos import Control
 from flows.run import Run
 from flows.settings import RunSettings
-from flows.text_to_image import ARGUMENTS, Job, check_job
+from flows.text_to_image import ARGUMENTS, Job, Source, check_job, open_sources
 from flows.videos import Video, list_videos, save_video
 from stages import rules
 from stages.contracts import StageResult
 from stages.families import family_named, require_model_of
-from stages.models import ModelDirectory, open_model, resolve_model
+from stages.models import ModelDirectory
 from stages.mp4 import check_frame_rate
 from stages.size_rules import check_num_frames, temporal_multiple
 
@@ -88,13 +88,18 @@ class VideoJob(Job):
         }
 
 
-def open_for_one_of(families: Sequence[str], model: str) -> tuple[str, ModelDirectory]:
+def open_for_one_of(
+    families: Sequence[str], model: str, component: Source = None
+) -> tuple[str, ModelDirectory]:
     """The checked model directory, with the family that it is of.
+
+    Args:
+        component: As for `stages.component_sources.choose_sources`.
 
     Raises:
         ModelError: It is not whole, or belongs to none of these families.
     """
-    opened = remembered(f"model {model}", lambda: open_model(resolve_model(model)))
+    opened = remembered(f"model {model} {component}", lambda: open_sources(model, component))
     for name in families:
         family = family_named(name)
         if opened.class_name in (*family.models, family.pipeline):

@@ -8,7 +8,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.from_frames import condition_videos
-from flows.text_to_image import begin, run_name, short
+from flows.text_to_image import Source, begin, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -53,6 +53,7 @@ def wan(
     guidance_scale: float | None = None,
     guidance_scale_2: float | None = None,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -95,6 +96,7 @@ def wan(
         guidance_scale=guidance_scale,
         guidance_scale_2=guidance_scale_2,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -124,9 +126,11 @@ def wan(
     return save_videos(run, job, embeds, conditions, latents, files, embed_settings=embed_settings)
 
 
-def check(*, model: str, guidance_scale_2: float | None = None, **others: Any) -> VideoJob:
+def check(
+    *, model: str, component: Source = None, guidance_scale_2: float | None = None, **others: Any
+) -> VideoJob:
     """Check every argument; the model's index says whether it is of two transformers."""
-    family, opened = open_for_one_of(("wan", "wan-i2v"), model)
+    family, opened = open_for_one_of(("wan", "wan-i2v"), model, component)
     require_usual_vae(opened)
     if opened.settings.get("boundary_ratio") is not None:
         family = family.replace("wan", "wan22")

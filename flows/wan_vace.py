@@ -10,7 +10,7 @@ from pydantic import Field
 from flows.from_frames import condition_videos
 from flows.from_videos import read_control
 from flows.settings import RunSettings
-from flows.text_to_image import begin, open_for, run_name, short
+from flows.text_to_image import Source, begin, open_for, run_name, short
 from flows.text_to_video import (
     VideoJob,
     check_video_job,
@@ -52,6 +52,7 @@ def wan_vace(
     guidance_scale: float | None = None,
     guidance_scale_2: float = DEFAULT_GUIDANCE_2,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -97,6 +98,7 @@ def wan_vace(
         guidance_scale=guidance_scale,
         guidance_scale_2=guidance_scale_2,
         max_sequence_length=max_sequence_length,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -129,6 +131,7 @@ def wan_vace(
 def check(
     *,
     model: str,
+    component: Source = None,
     video: str | None = None,
     mask_video: str | None = None,
     image: str | list[str] | None = None,
@@ -140,7 +143,7 @@ def check(
     **others: Any,
 ) -> VideoJob:
     """Check every argument, and read what is followed."""
-    opened = open_for(FAMILY, model)
+    opened = open_for(FAMILY, model, component)
     require_usual_vae(opened)
     if opened.settings.get("boundary_ratio") is None:
         raise ModelError(

@@ -15,6 +15,7 @@ from flows.from_pictures import condition_pictures
 from flows.pictures import Picture
 from flows.text_to_image import (
     Job,
+    Source,
     begin,
     check_job,
     decode_pictures,
@@ -47,6 +48,7 @@ def z_image(
     guidance_scale: float | None = None,
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     model: str = "miniature",
+    component: str | list[str] | None = None,
     lora: str | list[str] | None = None,
     blocks: str | list[str] | None = None,
     dtype: str = "auto",
@@ -78,6 +80,7 @@ def z_image(
         guidance_scale=guidance_scale,
         max_sequence_length=max_sequence_length,
         model=model,
+        component=component,
         lora=lora,
         blocks=blocks,
         dtype=dtype,
@@ -109,11 +112,11 @@ def z_image(
     )
 
 
-def check(*, model: str, **others: Any) -> Job:
+def check(*, model: str, component: Source = None, **others: Any) -> Job:
     """Check every argument."""
     return check_job(
         "z-image",
-        open_for("z-image", model),
+        open_for("z-image", model, component),
         default_steps=DEFAULT_STEPS,
         default_guidance=DEFAULT_GUIDANCE,
         **others,

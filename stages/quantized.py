@@ -6,9 +6,12 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.errors import DependencyError, ModelError
+from stages.errors import DependencyError, ModelError, RequestError
+
+if TYPE_CHECKING:
+    from stages.models import ModelDirectory
 
 GGUF = "gguf"
 LIBRARIES = {
@@ -17,6 +20,8 @@ LIBRARIES = {
     "torchao": ("torchao", "torchao"),
 }
 """By the name that a configuration gives: the module, and the package that brings it."""
+
+ON_GPU = "bitsandbytes"
 
 REFUSED = {
     "quanto": "diffusers 0.42 saves such a folder but leaves its weights empty when it loads it",
@@ -60,6 +65,20 @@ def require_quantizer(method: str, where: str) -> None:
             f"{where} was quantized by {method}, but {package} is not installed; "
             f"pip install {package}"
         )
+
+
+def require_device_of(model: ModelDirectory, device: str) -> None:
+    """Refuse weights that diffusers loads on a GPU only, for a run on the CPU.
+
+    Raises:
+        RequestError: With the component.
+    """
+    for name, part in model.components.items():
+        if device == "cpu" and part.library == "diffusers" and part.quant_method == ON_GPU:
+            raise RequestError(
+                f"component {name!r} was quantized by {ON_GPU}, which diffusers loads on a GPU "
+                "only, but device is cpu; give device cuda, or weights of another kind"
+            )
 
 
 def quantizer_versions(methods: Iterable[str]) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""LoRA files as arguments of a flow: in the requests that they change and in no others."""
+"""LoRA files and components from elsewhere: in the requests that they change and in no others."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,3 +144,53 @@ def test_of_two_transformers_the_one_that_wears_a_file_is_told(
     assert any("x.safetensors is worn by transformer alone" in text for text in told)
     told = wan.check(**job, lora=[f"transformer_2={path}"]).warnings
     assert not any("is worn by" in text for text in told)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_component_from_elsewhere_is_part_of_the_requests_that_load_it(
+    tiny: Any, home: Path, tmp_path: Path, launcher: Any
+) -> None:
+    """A VAE with other weights, in a file of its own: nothing is denoised anew."""
+    model_dir = tiny(CASE)
+    other = CASE.build(tmp_path / "other", seed=3)
+    path = tmp_path / "a vae.safetensors"
+    shutil.copy(other / "vae" / "diffusion_pytorch_model.safetensors", path)
+    mixed = Path(shutil.copytree(model_dir, tmp_path / "mixed"))
+    shutil.copy(path, mixed / "vae" / "diffusion_pytorch_model.safetensors")
+
+    def paint(model: Path, **changes: Any) -> tuple[np.ndarray[Any, Any], dict[str, int]]:
+        before = Counter(launcher.num_processes_started)
+        (made,) = module.sdxl(**given(model, tmp_path, **changes))
+        with Image.open(made.path) as picture:
+            return np.asarray(picture), dict(Counter(launcher.num_processes_started) - before)
+
+    plain, _ = paint(model_dir)
+    found, started = paint(model_dir, component=f"vae={path}")
+    assert started == {"inspect": 1, "decode": 1}
+    expected, _ = paint(mixed)
+    assert np.array_equal(found, expected) and not np.array_equal(found, plain)
+
+
+def test_a_bad_source_is_named_before_any_process_starts(
+    tiny: Any, home: Path, tmp_path: Path
+) -> None:
+    model_dir = tiny(CASE)
+    flux = tiny(CASES["flux"])
+    for component, message in (
+        ("vae", "expected NAME=SOURCE"),
+        ("transformer=x", r"names 'transformer', but .* has .*unet"),
+        (f"unet={flux / 'transformer'}", "is a FluxTransformer2DModel, but the model's unet"),
+        (f"vae={tmp_path / 'none.safetensors'}", "is missing"),
+        ("vae=org/name", "hf download org/name"),
+    ):
+        with pytest.raises((ModelError, RequestError), match=message):
+            module.check(**given(model_dir, tmp_path, component=component))
+    folder = Path(shutil.copytree(model_dir / "unet", tmp_path / "unet"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("stages.component_sources.require_quantizer", lambda *_: None)
+        patched.setattr("stages.model_component.require_quantizer", lambda *_: None)
+        with pytest.raises(RequestError, match="loads on a GPU only, but device is cpu"):
+            module.check(**given(model_dir, tmp_path, component=f"unet={folder}"))
