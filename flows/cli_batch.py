@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import FAMILIES
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("table", "family", "output", "name", "chunk", "retry", "strict", "overwrite"),
-    *("max_failures", "forecast", "json", "verbose"),
+    *("max_failures", "forecast", "report", "json", "verbose"),
 )
 """The batch's own; every other one is an argument of the family."""
 
@@ -69,12 +70,16 @@ def run(command: str, arguments: list[str]) -> int:
         options = vars(_family_parser(command, first.family).parse_args(arguments))
         values = {name: options.pop(name) for name in OPTIONS}
         as_json, _ = values.pop("json"), values.pop("verbose")
+        wants_page = values.pop("report")
         values["arguments"] = _one_prompt(options)
         launcher.expect(first.family)
         launcher.start_fork_server()
         server = starting.wait()
         with connected(server, announced), watched(server, settings.home):
-            return _run(values, as_json, settings)
+            code = _run(values, as_json, settings)
+            if wants_page:
+                _tell_page(Path(values["output"]), settings)
+            return code
     finally:
         launcher.close()
 
@@ -99,6 +104,16 @@ def _run(values: dict[str, Any], as_json: bool, settings: RunSettings) -> int:
     else:
         print(_sentence(summary), file=sys.stderr)
     return EXIT_OK if summary.is_whole else EXIT_STAGE_FAILED
+
+
+def _tell_page(output: Path, settings: RunSettings) -> None:
+    """Write the report of a batch that has come to any results, also of one that was stopped."""
+    from flows.cli_report import write_batch_page
+    from flows.reports.of_batch import is_batch
+
+    if is_batch(output):
+        page = write_batch_page(output, settings.home.reports)
+        print(f"its report is {page}", file=sys.stderr)
 
 
 def _sentence(summary: BatchSummary) -> str:
@@ -192,6 +207,9 @@ def _parser(command: str, *, is_whole: bool = True) -> argparse.ArgumentParser:
         const=1,
         help="end the batch at the first row that fails",
     )
+    own.add_argument(
+        "--report", action="store_true", help="write a page of the batch into its folder at the end"
+    )
     own.add_argument(VERBOSE_OPTION, action="store_true", help="show Prefect's log as well")
     own.add_argument("--json", action="store_true", help="print one JSON document per event")
     return parser
@@ -199,13 +217,11 @@ def _parser(command: str, *, is_whole: bool = True) -> argparse.ArgumentParser:
 
 def _family_parser(command: str, family: str) -> argparse.ArgumentParser:
     from flows.batch.families import batch_family
-    from flows.table_columns import BATCH_WIDE
 
     chosen = batch_family(family)
     parser = _parser(command)
-    names = {*chosen.columns.arguments, *(BATCH_WIDE & chosen.defaults.keys())} - {"output"}
     group = parser.add_argument_group(f"{family}, for rows that leave it empty")
-    add_flow_arguments(group, chosen.function, names=names)
+    add_flow_arguments(group, chosen.function, names=chosen.shared)
     return parser
 
 

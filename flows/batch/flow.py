@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow
@@ -19,7 +20,7 @@ from flows.batch.backlog import Backlog, recorded_task_runs
 from flows.batch.display import BatchDisplay, to_log
 from flows.batch.errors import TableError
 from flows.batch.families import BatchFamily, batch_family
-from flows.batch.forecast import forecast_batch
+from flows.batch.forecast import BatchForecast, forecast_batch
 from flows.batch.journal import Journal
 from flows.batch.passes import Passes
 from flows.batch.progress import Plan
@@ -120,8 +121,10 @@ def batch(
         for bad in prepared.bad:
             journal.add(bad)
             display.row_ends(bad)
-        display.batch_begins(_plan(prepared, journal, may_refuse=forecast))
+        expected = _forecast(prepared, journal, may_refuse=forecast)
+        display.batch_begins(_plan(prepared, expected))
         about = _about(own, prepared, table, defaults)
+        about["forecast"] = _kept_forecast(expected, journal.output)
         chunk_runs: list[str] = []
         passes = Passes(
             function=own.function,
@@ -190,32 +193,43 @@ def _check(chunk: int, max_failures: int | None) -> None:
 
 
 def _defaults(family: BatchFamily, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    known = (family.columns.arguments | BATCH_WIDE) & {*family.defaults, "prompt"} - {"output"}
-    if unknown := sorted(set(arguments) - known):
+    if unknown := sorted(set(arguments) - family.shared):
         raise RequestError(
             f"arguments has {', '.join(unknown)}, which {family.name} does not take for all rows; "
-            f"allowed are {', '.join(sorted(known))}"
+            f"allowed are {', '.join(sorted(family.shared))}"
+        )
+    if missing := sorted((family.required & BATCH_WIDE) - arguments.keys()):
+        raise RequestError(
+            f"{family.name} needs {', '.join(missing)}, one for all rows; give "
+            f"--{missing[0].replace('_', '-')}"
         )
     return dict(arguments)
 
 
-def _plan(prepared: prepare.Prepared, journal: Journal, *, may_refuse: bool) -> Plan:
-    """What the batch is about to do, with its forecast.
+def _forecast(
+    prepared: prepare.Prepared, journal: Journal, *, may_refuse: bool
+) -> BatchForecast | None:
+    """What the rows that are to run will take; None if there are none.
 
     Raises:
-        RequestError: It cannot fit.
+        RequestError: They cannot fit.
     """
-    found = None
-    if prepared.jobs:
-        found = forecast_batch(prepared.jobs, prepared.job, journal.output, RunSettings.from_env())
-        if may_refuse:
-            found.check()
+    if not prepared.jobs:
+        return None
+    found = forecast_batch(prepared.jobs, prepared.job, journal.output, RunSettings.from_env())
+    if may_refuse:
+        found.check()
+    return found
+
+
+def _plan(prepared: prepare.Prepared, expected: BatchForecast | None) -> Plan:
+    """What the batch is about to do."""
     return Plan(
         num_rows=prepared.count,
         num_open=prepared.num_open,
         num_bad=len(prepared.bad),
-        forecast_s={} if found is None else dict(found.seconds),
-        forecast="" if found is None else found.sentence(),
+        forecast_s={} if expected is None else dict(expected.seconds),
+        forecast="" if expected is None else expected.sentence(),
     )
 
 
@@ -227,6 +241,14 @@ def _bad_rows(prepared: prepare.Prepared) -> str:
         + (f"; and {more} more" if more > 0 else "")
         + "; correct them, or leave out --strict to run the others"
     )
+
+
+def _kept_forecast(expected: BatchForecast | None, output: Path) -> dict[str, Any] | None:
+    """The forecast and its run; that of the start before if this one has no rows to run."""
+    if expected is not None:
+        return expected.to_json() | {"run_id": flow_run.id}
+    found: dict[str, Any] | None = results.read_about(output / results.NAME).get("forecast")
+    return found
 
 
 def _about(

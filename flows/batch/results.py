@@ -148,6 +148,19 @@ def read(path: Path) -> list[RowResult]:
     ]
 
 
+def read_about(path: Path) -> dict[str, Any]:
+    """What a `results.parquet` says of its batch; empty if there is none that can be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowInvalid):
+        return {}
+    about: dict[str, Any] = json.loads(metadata.get(b"exeunt.batch", b"{}"))
+    return about
+
+
 def _cells(result: RowResult) -> dict[str, Any]:
     cells = {name: getattr(result, name) for name in RowResult.__dataclass_fields__}
     for name in ("digests", "requests", "seconds"):

@@ -22,7 +22,7 @@ class Item:
         name: For people: the file's name, or the row's id.
         path: The file, absolute; None if there is none.
         media_type: Such as `image/png`.
-        status: `done`, `failed` or `skipped`.
+        status: `done`, `failed`, or `invalid` for a row that never ran.
         is_cached: Whether every stage found its result.
         elapsed_s: Of the stages that ran for it alone; None if unknown.
         seed: Exact; None if unknown.
@@ -120,6 +120,16 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One amount, forecast and measured, as texts; `share` is what part of the forecast it was."""
+
+    name: str
+    forecast: str
+    happened: str
+    share: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All that a page shows.
 
@@ -129,7 +139,8 @@ class Report:
         facts: Name and text, in the order to be shown.
         notes: Warnings and fallbacks, each with how often it was told.
         folder: Where the items lie; a page that is written there links them by name alone.
-        stage_reports: The stages' own reports, as they were written.
+        forecast: What a batch was forecast to take, beside what it took.
+        is_batch: Whether the items are rows of a table.
     """
 
     title: str
@@ -146,6 +157,7 @@ class Report:
     lines: Sequence[Line] = ()
     bands: Sequence[Band] = ()
     found: Sequence[Found] = ()
-    stage_reports: Sequence[Mapping[str, Any]] = ()
+    forecast: Sequence[Compared] = ()
     header: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    is_batch: bool = False

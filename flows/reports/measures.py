@@ -22,16 +22,18 @@ MOST_POINTS = 600
 MOST_GAP_S = 1.0
 """A line is broken where no stage worked for longer than this."""
 
+_NOT_SHOWN = frozenset(("offload", "tokens", "checkpoints", "blocks", "label", "request_digest"))
+
 StageReport = Mapping[str, Any]
 
 
 def read_stage_reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports in a run's folder, in the order in which they were written."""
-    return list(stage_reports(folder))
+    """The reports in a run's folder, as far as a page shows them, in the order of writing."""
+    return [slimmed(report) for report in stage_reports(folder)]
 
 
 def stage_reports(folder: Path) -> Iterator[dict[str, Any]]:
-    """As `read_stage_reports`, one after the other."""
+    """The reports in a run's folder, one after the other, in the order of writing."""
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -40,6 +42,16 @@ def stage_reports(folder: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(document, dict) and "stage" in document:
             yield document
+
+
+def slimmed(report: StageReport) -> dict[str, Any]:
+    """A report without what a page does not show: a batch has tens of thousands of them."""
+    components = {
+        name: {key: each[key] for key in ("fallbacks", "pins") if key in each}
+        for name, each in report.get("offload", {}).get("components", {}).items()
+    }
+    kept = {name: value for name, value in report.items() if name not in _NOT_SHOWN}
+    return {**kept, "offload": {"components": components}} if components else kept
 
 
 def stage_totals(reports: Sequence[StageReport], found: Sequence[Found]) -> list[StageTotal]:

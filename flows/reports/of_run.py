@@ -76,11 +76,7 @@ def run_report(folder: Path) -> Report:
         raise RequestError(f"the run of {folder} has left no report; was it cut off at its start?")
     header: Document = next((line for line in reversed(lines) if line["event"] == "run"), {})
     requests = [line for line in lines if line["event"] == "request"]
-    found = [
-        Found(stage=r["stage"], label=r.get("label", ""), elapsed_s=float(r["elapsed_s"]))
-        for r in requests
-        if r.get("cached")
-    ]
+    found = found_of(requests)
     items = items_of(lines, requests)
     failures = [
         Failure(
@@ -112,10 +108,18 @@ def run_report(folder: Path) -> Report:
         lines=memory_lines(reports),
         bands=bands_of(reports),
         found=found,
-        stage_reports=reports,
         header=header,
         folder=_common_folder(items),
     )
+
+
+def found_of(lines: Iterable[Document]) -> list[Found]:
+    """The requests of a journal whose results were in the store."""
+    return [
+        Found(stage=each["stage"], label=each.get("label", ""), elapsed_s=float(each["elapsed_s"]))
+        for each in lines
+        if each["event"] == "request" and each.get("cached")
+    ]
 
 
 def saved_lines(lines: Iterable[Document]) -> dict[str, Document]:

@@ -238,3 +238,29 @@ def test_a_server_that_fails_ends_the_batch_and_no_row_is_blamed(
     monkeypatch.undo()
     monkeypatch.setenv("EXEUNT_HOME", str(nights.home))
     assert nights.run().summary.num_done == 1
+
+
+def test_a_batch_leaves_what_its_page_shows(nights: Nights) -> None:
+    from flows.batch import results
+    from flows.reports.of_batch import batch_report
+
+    reports = nights.home / "reports"
+    rows = [
+        {"id": "fox", "prompt": "a fox", "seed": 1},
+        {"id": "tall", "prompt": "x", "height": 77},
+    ]
+    nights.write([*rows, {"id": "again", "prompt": "a fox", "seed": 1}])
+    nights.run()
+    report = batch_report(nights.output, reports)
+    fox, tall, again = report.items
+    assert [each.status for each in report.items] == ["done", "invalid", "done"]
+    assert fox.settings["seed"] == 1 and fox.parameters and again.is_cached
+    assert "77" in tall.error and report.failures[0].what == "tall"
+    assert {t.stage: (t.num_made, t.num_found) for t in report.totals}["denoise"] == (1, 1)
+    (disk,) = [each for each in report.forecast if each.name == "disk, all rows"]
+    assert disk.share.endswith("%")
+
+    nights.run()  # nothing is left to run; the forecast of the rows stays
+    about = results.read_about(nights.output / results.NAME)
+    assert about["forecast"]["run_id"] != about["run_id"]
+    assert batch_report(nights.output, reports).forecast == report.forecast

@@ -118,7 +118,7 @@ def test_what_a_killed_run_has_left_is_read(run: RecordedRun) -> None:
     (run.folder / "00009-denoise.json").write_text('{"stage": "deno')
     report = run_report(run.folder)
     assert [item.name for item in report.items] == ["a.png"]
-    assert report.state == "unfinished" and not report.stage_reports
+    assert report.state == "unfinished" and not report.totals
 
 
 def test_a_journal_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
