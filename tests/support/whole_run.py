@@ -21,6 +21,7 @@ def run_whole(
     dtype: torch.dtype,
     guidance: dict[str, float],
     output: str | list[str] | None = None,
+    device: str = "cpu",
 ) -> Any:
     """What the family's modular pipeline makes of a job when it runs unsplit.
 
@@ -31,11 +32,14 @@ def run_whole(
 
     pipeline_class = getattr(diffusers, family.pipeline)
     if family.encoded:
-        made = run_classic(family, model_dir, options, seed=seed, dtype=dtype, guidance=guidance)
+        made = run_classic(
+            family, model_dir, options, seed=seed, dtype=dtype, guidance=guidance, device=device
+        )
         return {family.output: made} if isinstance(output, list) else made
     pipe = pipeline_class(pretrained_model_name_or_path=str(model_dir))
     own = {name: getattr(torch, text) for name, text in family.dtypes.items()}
     pipe.load_components(names=component_names(pipe), dtype={"default": dtype, **own})
+    pipe.to(device)
     renew_job_state(pipe, guidance)
     generator = torch.Generator("cpu").manual_seed(seed)
     return pipe(**options, generator=generator, output=output or family.output)
@@ -49,11 +53,12 @@ def run_classic(
     seed: int,
     dtype: torch.dtype,
     guidance: dict[str, float],
+    device: str = "cpu",
 ) -> Any:
     """What a classic pipeline makes of a job in one call."""
     import diffusers
 
-    pipe = getattr(diffusers, family.pipeline).from_pretrained(model_dir, dtype=dtype)
+    pipe = getattr(diffusers, family.pipeline).from_pretrained(model_dir, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     scales = {family.guidance[guider]: scale for guider, scale in guidance.items()}
     generator = torch.Generator("cpu").manual_seed(seed)
