@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from flows.cli_family import UNCHECKED
-from flows.table_columns import ONE_PICTURE, Columns
+from flows.table_columns import BATCH_WIDE, ONE_PICTURE, Columns
 from stages.errors import RequestError
 from stages.text_rules import shown
 
@@ -43,6 +43,20 @@ class BatchFamily:
             if parameter.default is not inspect.Parameter.empty
         }
 
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Its arguments that may be given for all rows."""
+        return (self.columns.arguments | BATCH_WIDE) & self._names - {"output"}
+
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """Its arguments without a default."""
+        return self._names - self.defaults.keys()
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.function).parameters)
+
     @property
     def one_row(self) -> frozenset[str]:
         """Arguments that would make several files of one row."""
@@ -57,8 +71,14 @@ class BatchFamily:
         """The checked job of a row.
 
         Raises:
-            RequestError: An argument cannot be used.
+            RequestError: An argument cannot be used, or one is missing.
         """
+        for name in sorted(self.required):
+            if arguments.get(name) is None:
+                raise RequestError(
+                    f"{name} is empty, and {self.name} needs one; fill the cell or give "
+                    f"--{name.replace('_', '-')} for all rows"
+                )
         return self.check_arguments(
             **{name: value for name, value in arguments.items() if name not in UNCHECKED}
         )

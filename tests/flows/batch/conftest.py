@@ -39,6 +39,7 @@ class Nights:
     def __init__(self, model: Path, home: Path, folder: Path, launcher: Any) -> None:
         self.model, self.home, self.output = model, home, folder / "out"
         self.table, self._launcher = folder / "rows.jsonl", launcher
+        self.shared: dict[str, Any] = TINY  # arguments for all rows
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make the table."""
@@ -50,7 +51,7 @@ class Nights:
         from flows.batch.flow import batch
 
         before, reports = Counter(self._launcher.num_processes_started), set(self.reports())
-        arguments = TINY | {"model": str(self.model), "device": "cpu"}
+        arguments = self.shared | {"model": str(self.model), "device": "cpu"}
         arguments |= options.pop("arguments", {})
         options = {"table": str(self.table), "family": "z-image"} | options
         retried = batch.with_options(retries=tries - 1)
