@@ -81,10 +81,15 @@ def _interrupt(*_: object) -> NoReturn:
     ends all the same. Its stage processes see their lifelines close and end with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    timer = threading.Timer(LEAVE_WITHIN_S, os._exit, [EXIT_INTERRUPTED])
+    timer = threading.Timer(LEAVE_WITHIN_S, _leave)
     timer.daemon = True
     timer.start()
     raise KeyboardInterrupt
+
+
+def _leave() -> NoReturn:
+    print("exeunt: interrupted; what is finished is kept", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _dispatch(arguments: list[str]) -> int:
