@@ -31,6 +31,8 @@ FIXED = {"clean_caption"}
 """Arguments of pipelines that their flows give themselves."""
 
 NEW = [name for name in sorted(CASES) if name != "z-image"]  # test_z_image.py has that one
+UNLIKE = [name for name in NEW if name not in ("pixart", "sana")]
+"""Families whose runs differ by more than their declarations: those two go the way of sd15."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +104,7 @@ def test_pixels_equal_the_one_process_modular_run(
     assert started == {"inspect": 1, "encode": 1, "denoise": 1, "decode": 1}
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", UNLIKE)
 def test_seeds_and_prompts_together_equal_each_one_apart(
     name: str, tiny: Any, home: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +126,7 @@ def test_seeds_and_prompts_together_equal_each_one_apart(
     assert len({one.tobytes() for one in together}) == 4
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", UNLIKE)
 def test_the_same_request_again_starts_no_process(
     name: str, tiny: Any, home: Path, tmp_path: Path, launcher: Any
 ) -> None:
