@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TextIO
 
+from stages.protocol import PREVIEW
 from stages.rules import escape_for_terminal
 
 NAME_WIDTH = 9
@@ -27,7 +28,10 @@ class Display(Protocol):
         """A phase with this many requests begins."""
 
     def step(self, stage: str, label: str, activity: str, step: int, num_steps: int) -> None:
-        """A request's process says what it is doing; `num_steps` is 0 without steps."""
+        """A request's process says what it is doing; `num_steps` is 0 without steps.
+
+        A preview's activity is `preview` and the picture's path.
+        """
 
     def request_ends(self, stage: str, label: str, *, cached: bool, elapsed_s: float) -> None:
         """A request has its result, found (`cached`) or made."""
@@ -112,6 +116,8 @@ class JsonDisplay:
 
     def step(self, stage: str, label: str, activity: str, step: int, num_steps: int) -> None:
         fields = {"stage": stage, "label": label, "activity": activity}
+        if activity.startswith(f"{PREVIEW} "):
+            fields |= {"activity": PREVIEW, "preview": activity.removeprefix(f"{PREVIEW} ")}
         self._print(event="step", **fields, step=step, num_steps=num_steps)
 
     def request_ends(self, stage: str, label: str, *, cached: bool, elapsed_s: float) -> None:

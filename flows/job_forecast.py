@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stages import rules
 from stages.contracts import OffloadChoice
@@ -11,6 +11,7 @@ from stages.forecasts import ASSUMED_TOKENS, forecast_model
 
 if TYPE_CHECKING:
     from flows.text_to_image import Job
+    from flows.text_to_video import VideoJob
 
 
 def forecast_job(job: Job, *, choice: OffloadChoice, rates: Rates) -> ModelForecast:
@@ -26,8 +27,9 @@ def forecast_job(job: Job, *, choice: OffloadChoice, rates: Rates) -> ModelForec
     lengths: dict[str, Any] = {}
     guidance = job.guidance_scale or 0.0
     if is_video := hasattr(job, "num_frames"):
-        lengths = {"num_frames": job.num_frames, "frame_rate": job.frame_rate}
-        guidance = max(job.scales.values())
+        video = cast("VideoJob", job)
+        lengths = {"num_frames": video.num_frames, "frame_rate": video.frame_rate}
+        guidance = max(video.scales.values())
     return forecast_model(
         job.model.directory,
         family=job.family.name,

@@ -43,7 +43,7 @@ from stages.lora_files import Lora
 from stages.manifest import ADAPTER_ROLE, AdapterFacts, Manifest
 from stages.media import Settings
 from stages.models import ModelDirectory
-from stages.protocol import Done, Failed, Progress, Ready, Warn
+from stages.protocol import PREVIEW, Done, Failed, Progress, Ready, Warn
 from stages.quantized import quantizer_versions
 from stages.safetensors_header import read_header
 from stages.tokens import truncation_sentence
@@ -67,7 +67,7 @@ class Phase:
         num_retries: int | None = None,
     ) -> None:
         self._run, self._stage = run, stage
-        self._label = ""
+        self._label = self._preview = ""
         self._ran = False
         self._session = session or StageSession(
             stage,
@@ -114,6 +114,7 @@ class Phase:
             StageError: The phase failed; the class says how.
         """
         self._label = label = request.label
+        self._preview = ""
         self._ran = False
         if self._run.fresh and self._stage == "denoise":  # its own ones still serve its retries
             self._run.store.checkpoints(request).clear()
@@ -175,10 +176,14 @@ class Phase:
     def tell(self, event: Ready | Progress | Warn | Done | Failed) -> None:
         match event:
             case Progress():
+                activity = event.activity
+                if activity == PREVIEW:
+                    self._preview = f"{PREVIEW} {event.message}"
+                    activity = self._preview
                 self._run.display.step(
-                    self._stage, self._label, event.activity, event.step, event.num_steps
+                    self._stage, self._label, activity, event.step, event.num_steps
                 )
-                report_progress(event.step, event.num_steps, event.activity)
+                report_progress(event.step, event.num_steps, self._preview or activity)
             case Warn():
                 self._run.display.warn(event.message)
             case _:
@@ -244,6 +249,8 @@ class Run:
                 "offload": offload or OffloadChoice(),
                 "checkpoint_every_steps": settings.checkpoint_every_steps,
                 "checkpoint_every_s": settings.checkpoint_every_s,
+                "preview_every_steps": settings.preview_every_steps,
+                "preview_dir": str(settings.home.reports / (run_id or "unnamed") / "previews"),
                 "run_id": run_id,
             }
         )

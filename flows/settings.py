@@ -73,6 +73,8 @@ class RunSettings:
         allow_urls: `EXEUNT_ALLOW_URLS`: whether pictures may be fetched from web addresses.
         checkpoint_every_steps: `EXEUNT_CHECKPOINT_EVERY_STEPS`: denoising steps between two
             checkpoints; else time alone decides.
+        preview_every_steps: `EXEUNT_PREVIEW_EVERY_STEPS`: denoising steps between two previews;
+            else there are none.
         checkpoint_every_s: `EXEUNT_CHECKPOINT_EVERY_S`: seconds between two checkpoints; None
             where it says `off`.
     """
@@ -83,6 +85,7 @@ class RunSettings:
     device: str = "cpu"
     allow_urls: bool = False
     checkpoint_every_steps: int | None = None
+    preview_every_steps: int | None = None
     checkpoint_every_s: float | None = DEFAULT_CHECKPOINT_EVERY_S
 
     @classmethod
@@ -101,7 +104,8 @@ class RunSettings:
             launch=_launch(env),
             device=_device(env),
             allow_urls=_allow_urls(env),
-            checkpoint_every_steps=_checkpoint_every_steps(env),
+            checkpoint_every_steps=_every_steps(env, "EXEUNT_CHECKPOINT_EVERY_STEPS"),
+            preview_every_steps=_every_steps(env, "EXEUNT_PREVIEW_EVERY_STEPS"),
             checkpoint_every_s=_checkpoint_every_s(env),
         )
 
@@ -182,8 +186,7 @@ def _allow_urls(env: Mapping[str, str]) -> bool:
     return text == "1"
 
 
-def _checkpoint_every_steps(env: Mapping[str, str]) -> int | None:
-    name = "EXEUNT_CHECKPOINT_EVERY_STEPS"
+def _every_steps(env: Mapping[str, str], name: str) -> int | None:
     if not (text := env.get(name, "")):
         return None
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):

@@ -212,6 +212,8 @@ class StageContext(Record):
         checkpoint_every_steps: Denoising steps between two checkpoints; None: only by time.
         checkpoint_every_s: Seconds between two checkpoints; None: only by steps. With neither,
             none is written and none is used.
+        preview_every_steps: Denoising steps between two previews; None makes none.
+        preview_dir: Folder for them, absolute; the picture of a request is replaced by its next.
         run_id: Names the run in logs and reports.
         fallbacks: What was tried before and failed, in sentences; for the report.
     """
@@ -227,5 +229,7 @@ class StageContext(Record):
     offload: OffloadChoice = OffloadChoice()
     checkpoint_every_steps: int | None = Field(default=None, ge=1)
     checkpoint_every_s: float | None = Field(default=DEFAULT_CHECKPOINT_EVERY_S, gt=0)
+    preview_every_steps: int | None = Field(default=None, ge=1)
+    preview_dir: str = ""
     run_id: str = ""
     fallbacks: tuple[str, ...] = ()

@@ -10,6 +10,9 @@ from stages.errors import BorderError, RequestError
 from stages.execute import Events, Job, finish_handover, loaded_pipe, open_job, run_job
 from stages.latents import describe_latents
 from stages.loop import FiniteWatch, watched
+from stages.previews import Previews, preview_path, read_latent_rgb
+from stages.protocol import PREVIEW
+from stages.size_rules import spatial_multiple
 
 
 def run(
@@ -26,12 +29,14 @@ def run(
     watch = FiniteWatch(job.family.carried)
 
     checkpoints = _open_checkpoints(job, watch)
+    previews = _open_previews(job)
 
     def on_step(num_done: int, num_steps: int) -> None:
         job.tracker.step(num_steps)
         events.progress("running", num_done, num_steps)
 
-    with watched(pipe._blocks, on_step, watch, checkpoints):
+    look = None if previews is None else previews.step_done
+    with watched(pipe._blocks, on_step, watch, checkpoints, look):
         try:
             made = run_job(job, pipe)
         except BorderError as error:
@@ -40,12 +45,13 @@ def run(
                 raise
             raise BorderError(f"{error} (first seen after step {step})") from error
     facts = {"latents": describe_latents(pipe, made.values, job.family.layout)}
-    if checkpoints is None:
-        return finish_handover(job, "latents", made, facts)
-    job.tracker.facts["resumed_from_step"] = checkpoints.resumed_from_step
-    job.tracker.facts["checkpoints"] = checkpoints.report()
+    if checkpoints is not None:
+        job.tracker.facts["resumed_from_step"] = checkpoints.resumed_from_step
+        job.tracker.facts["checkpoints"] = checkpoints.report()
     finished = finish_handover(job, "latents", made, facts)
-    checkpoints.clear()
+    for each in (checkpoints, previews):
+        if each is not None:
+            each.clear()
     return finished
 
 
@@ -55,19 +61,48 @@ def _open_checkpoints(job: Job, watch: FiniteWatch) -> StepCheckpoints | None:
     if context.checkpoint_every_steps is None and context.checkpoint_every_s is None:
         return None
 
-    def warn(message: str) -> None:
-        job.tracker.warnings.append(message)
-        job.events.warn(message)
-
     return StepCheckpoints(
         job.store.checkpoints(job.request),
         every_steps=context.checkpoint_every_steps,
         every_s=context.checkpoint_every_s,
         device=context.device,
-        warn=warn,
+        warn=lambda message: _warn(job, message),
         is_sound=lambda: watch.first_bad_step() is None,
         on_resume=lambda step, num_steps: job.events.progress("resumed", step, num_steps),
     )
+
+
+def _open_previews(job: Job) -> Previews | None:
+    """The previews of this request's loop; None where the context wants none."""
+    context = job.context
+    if context.preview_every_steps is None or not context.preview_dir:
+        return None
+    model = job.model
+    vae, denoiser = (model.components.get(name) for name in ("vae", job.family.denoiser))
+    grid = channels = None
+    if vae is not None and denoiser is not None:
+        multiple = spatial_multiple(vae.config(), denoiser.config())
+        height, width = job.options.get("height"), job.options.get("width")
+        if isinstance(height, int) and isinstance(width, int):
+            grid = (height // multiple, width // multiple)
+        channels = vae.config().get("latent_channels") or vae.config().get("z_dim")
+    return Previews(
+        preview_path(context.preview_dir, job.request.digest),
+        every_steps=context.preview_every_steps,
+        grid=grid,
+        latent_channels=channels if isinstance(channels, int) else None,
+        layout=job.family.layout,
+        latent_rgb=read_latent_rgb(model.directory),
+        on_picture=lambda step, num_steps, path: job.events.progress(
+            PREVIEW, step, num_steps, path
+        ),
+        warn=lambda message: _warn(job, message),
+    )
+
+
+def _warn(job: Job, message: str) -> None:
+    job.tracker.warnings.append(message)
+    job.events.warn(message)
 
 
 def _require_negatives(job: Job) -> None:

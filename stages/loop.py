@@ -15,6 +15,9 @@ import torch
 OnStep = Callable[[int, int], None]
 """Called after each step with the number of finished steps and of all steps."""
 
+Look = Callable[[int, int, Any, Any], None]
+"""Called like that, and with the pipeline and the loop's values, which it only reads."""
+
 
 class Keeper(Protocol):
     """Lets a loop begin later than at its first step; see `stages.checkpoints`."""
@@ -72,13 +75,18 @@ def _loops(blocks: Any) -> Iterator[Any]:
 
 @contextmanager
 def watched(
-    blocks: Any, on_step: OnStep, watch: FiniteWatch, keeper: Keeper | None = None
+    blocks: Any,
+    on_step: OnStep,
+    watch: FiniteWatch,
+    keeper: Keeper | None = None,
+    look: Look | None = None,
 ) -> Iterator[None]:
     """While open, call `on_step` and `watch` after each step of the loop in `blocks`.
 
     Args:
         keeper: Told of each step before `on_step` is; may let the first ones be left out. Their
             number stands at the loop as `num_skipped`.
+        look: Looks at the loop's values after each step, when it was told of.
     """
     loop = find_loop(blocks)
     if loop is None:
@@ -101,6 +109,8 @@ def watched(
         if keeps is not None:  # first: a step that was told of is one that is kept
             keeps.step_done(index + 1, num_steps, block_state)
         on_step(index + 1, num_steps)
+        if look is not None and "i" in position:
+            look(index + 1, num_steps, components, block_state)
         return components, block_state
 
     loop.loop_step = types.MethodType(loop_step, loop)

@@ -13,6 +13,9 @@ from pydantic import Field, TypeAdapter
 
 from stages.contracts import Record, StageContext, StageRequest, StageResult
 
+PREVIEW = "preview"
+"""The activity of a progress event whose message is the path of a picture."""
+
 
 class Run(Record):
     """Down: do this request; exactly one `Done` or `Failed` answers it."""
@@ -40,10 +43,10 @@ class Progress(Record):
     """Up, often: where the request stands.
 
     Attributes:
-        activity: `waiting`, `loading`, `resumed`, `running` or `writing`.
+        activity: `waiting`, `loading`, `resumed`, `running`, `preview` or `writing`.
         step: Finished steps, 0 to `num_steps`.
         num_steps: 0 when the activity has no steps.
-        message: A few words, or empty.
+        message: A few words, or empty; of `preview` the picture's path.
     """
 
     kind: Literal["progress"] = "progress"

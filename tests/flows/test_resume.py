@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -130,7 +131,7 @@ def test_a_flow_finishes_the_batch_whose_second_picture_was_killed(
     expected = studio.paint(**arguments)
 
     monkeypatch.setenv("EXEUNT_CHECKPOINT_EVERY_STEPS", "1")
-    killer, tell, heard = Killer(5), Phase._tell, []
+    killer, tell, heard = Killer(5), Phase.tell, []
 
     def listen(self: Phase, event: Event) -> None:
         tell(self, event)
@@ -139,7 +140,7 @@ def test_a_flow_finishes_the_batch_whose_second_picture_was_killed(
             if isinstance(event, Ready) or self._label.startswith("seed 8"):
                 killer(event)
 
-    monkeypatch.setattr(Phase, "_tell", listen)
+    monkeypatch.setattr(Phase, "tell", listen)
     known = set(studio.reports())
     again = studio.paint(**arguments, fresh=True, output=str(tmp_path / "again"))
 
@@ -166,7 +167,7 @@ def test_a_fresh_run_uses_no_checkpoint_of_an_earlier_one(
     monkeypatch.setenv("EXEUNT_CHECKPOINT_EVERY_STEPS", "1")
     studio = Studio(MINIATURE, home, tmp_path / "pictures", launcher)
     arguments: dict[str, Any] = {**LOOP, "prompt": "a red circle"}
-    killer, tell = Killer(5), Phase._tell
+    killer, tell = Killer(5), Phase.tell
 
     def listen(self: Phase, event: Event) -> None:
         tell(self, event)
@@ -174,7 +175,7 @@ def test_a_fresh_run_uses_no_checkpoint_of_an_earlier_one(
             killer(event)
 
     with monkeypatch.context() as once:
-        once.setattr(Phase, "_tell", listen)
+        once.setattr(Phase, "tell", listen)
         once.setattr(tasks, "_is_retryable", lambda error: False)
         with pytest.raises(StageCrashed):
             studio.paint(**arguments)
@@ -182,3 +183,26 @@ def test_a_fresh_run_uses_no_checkpoint_of_an_earlier_one(
     painted = studio.paint(**arguments, fresh=True)
     assert painted.num_steps == NUM_STEPS
     assert list((home / "store" / FOLDER).iterdir()) == []
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_program_is_told_the_path_of_each_preview(
+    home: Path, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import run
+    from flows.display import JsonDisplay, showing
+    from tests.support.studio import Studio
+
+    lines, shown = io.StringIO(), []
+    monkeypatch.setenv("EXEUNT_PREVIEW_EVERY_STEPS", "10")
+    monkeypatch.setattr(run, "report_progress", lambda *about: shown.append(about))
+    with showing(JsonDisplay(lines)):
+        Studio(MINIATURE, home, tmp_path, launcher).paint(**LOOP, prompt="a red circle")
+    events = [json.loads(line) for line in lines.getvalue().splitlines()]
+    told = [event for event in events if event.get("activity") == "preview"]
+    assert [(event["step"], event["num_steps"]) for event in told] == [(10, 24), (20, 24)]
+    (path,) = {event["preview"] for event in told}
+    folder = Path(path).parent
+    assert (folder.name, folder.parent.parent) == ("previews", home / "reports")
+    assert not Path(path).exists(), "the picture itself is there"
+    assert (11, 24, f"preview {path}") in shown, "Prefect's page goes on to show it"

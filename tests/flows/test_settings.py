@@ -50,6 +50,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "EXEUNT_DEVICE": "cuda:3",
             "EXEUNT_CHECKPOINT_EVERY_STEPS": "5",
             "EXEUNT_CHECKPOINT_EVERY_S": "1.5",
+            "EXEUNT_PREVIEW_EVERY_STEPS": "4",
             "EXEUNT_ALLOW_URLS": "1",
         }
     )
@@ -60,6 +61,9 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     assert settings.store_url == "s3://bucket/artifacts"
     assert (settings.launch, settings.device) == ("spawn", "cuda:3")
     assert (settings.checkpoint_every_steps, settings.checkpoint_every_s) == (5, 1.5)
+    assert (
+        settings.preview_every_steps == 4 and RunSettings.from_env({}).preview_every_steps is None
+    )
 
 
 def test_checkpoints_can_be_had_by_time_by_steps_or_not_at_all() -> None:
@@ -80,6 +84,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         "EXEUNT_ALLOW_URLS",
         "EXEUNT_CHECKPOINT_EVERY_STEPS",
         "EXEUNT_CHECKPOINT_EVERY_S",
+        "EXEUNT_PREVIEW_EVERY_STEPS",
         "XDG_DATA_HOME",
     ]
     assert RunSettings.from_env(dict.fromkeys(names, "")) == RunSettings.from_env({})
@@ -98,6 +103,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXEUNT_DEVICE", "cpu\n", "EXEUNT_DEVICE is 'cpu\\n'"),
         ("EXEUNT_CHECKPOINT_EVERY_STEPS", "0", "is '0'; set it to a number of denoising steps, 1"),
         ("EXEUNT_CHECKPOINT_EVERY_STEPS", "2.5", "is '2.5'; set it to a number of denoising"),
+        ("EXEUNT_PREVIEW_EVERY_STEPS", "-1", "is '-1'; set it to a number of denoising steps, 1"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "0", "is '0'; set it to seconds over 0, such as 60, or off"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "nan", "is 'nan'; set it to seconds over 0"),
         ("EXEUNT_CHECKPOINT_EVERY_S", "1 min", "is '1 min'; set it to seconds over 0"),
