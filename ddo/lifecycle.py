@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -19,6 +17,7 @@ from torch import nn
 from ddo.adapting import Change, Planner
 from ddo.blocks import Block, Inventory, take_inventory
 from ddo.buffers import Buffers
+from ddo.changes import Changes
 from ddo.claims import SessionError, claim, give_up
 from ddo.compiled import WHOLE_MODULE
 from ddo.hooks import EntryPoints
@@ -33,13 +32,12 @@ from ddo.sizes import show_nbytes
 from ddo.slack import Slack
 from ddo.steps import Steps
 from ddo.strays import StrayFinder
-from ddo.structure import Structure, keep_replaced
+from ddo.structure import keep_replaced
 from ddo.transfer import Backend
 from ddo.weight_files import WeightFiles
 
 ENTRY_POINTS = ("forward", "encode", "decode")
 
-_HURRY_S = 0.5  # steps that follow each other sooner leave no time to look before them
 _PROFILED_STEPS = 3  # the first shows the order, two more the times of that order
 
 
@@ -86,7 +84,7 @@ class OffloadSession:
         self._undo = ExitStack()
         self._inventory = Inventory(blocks=[], buffers=[], own_memory_bytes=0, placed=[])
         self._buffers = Buffers()
-        self._structure = Structure(module)
+        self._changes = Changes(module)
         self._planner = Planner(settings, 0, 1.0)  # until the device was asked
         self._pressure = Pressure(0)
         self._plan: OffloadPlan | None = None
@@ -96,8 +94,6 @@ class OffloadSession:
         self._must_stay: dict[str, str] = {}
         self._placed_before: set[int] = set()
         self._slack: Slack | None = None  # until the first step has shown what it leaves
-        self._last_end_s = -math.inf  # of the last step, by the host's clock
-        self._look_later = self._is_stale = False
 
     # ---- life ----
 
@@ -232,8 +228,7 @@ class OffloadSession:
         with phase("plan"):
             first = self._planner.make()
         self._enforce(first)
-        self._structure = Structure(self.module)
-        self._structure.watch(self._inventory.blocks)
+        self._changes.forget(self.module, self._inventory.blocks)
         if self._inventory.own_memory_bytes:
             self._metrics.fall_back(
                 "source",
@@ -245,7 +240,7 @@ class OffloadSession:
         keep_replaced(self._inventory.blocks)
         self._layers.clear()
         self._buffers.restore()
-        self._structure.close()
+        self._changes.close()
         self._bring_adapters_home()
         # What is left of blocks would keep the files mapped; the report needs the counts only.
         self._inventory = replace(self._inventory, blocks=[], buffers=[])
@@ -273,7 +268,7 @@ class OffloadSession:
                 )
             self._layers.clear()
             self._bring_adapters_home()
-            self._structure.forget()  # the next step takes over what is there then
+            self._changes.are_certain = True  # the next step takes over what is there then
             return method(*args, **kwargs)
 
     def _refuse_moving(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -297,7 +292,7 @@ class OffloadSession:
     def _enforce(self, new: OffloadPlan) -> None:
         """Make the device hold what the plan says, or less if it cannot. No step is active."""
         if keep_replaced(self._inventory.blocks):
-            self._structure.forget()  # the blocks still copy what was there before
+            self._changes.are_certain = True  # the blocks still copy what was there before
         while True:
             try:
                 self._plan = new
@@ -306,10 +301,12 @@ class OffloadSession:
             except torch.OutOfMemoryError:
                 smaller = self._planner.smaller(new.device_bytes)
                 if smaller is None:
-                    self._structure.forget()  # nothing is held now: the next step starts anew
+                    self._changes.are_certain = (
+                        True  # nothing is held now: the next step starts anew
+                    )
                     raise
             except BaseException:  # a file that has changed, an interrupt: the same
-                self._structure.forget()
+                self._changes.are_certain = True
                 raise
             self._planner.budget_bytes, new = smaller
             self._metrics.fall_back("memory", "the device had less memory than was planned with")
@@ -330,16 +327,12 @@ class OffloadSession:
                 return
             copied_bytes = self._layers.copied_bytes()
             self._layers.begin_step()  # first of all: the link may have nothing to do until then
-            is_hurried = time.perf_counter() - self._last_end_s < _HURRY_S
-            self._look_later = is_hurried
-            self._is_stale = False
-            if not is_hurried and self._has_changed():
-                self._structure.forget()
-            if not self._structure.is_forgotten:
+            self._changes.before_step()
+            if not self._changes.are_certain:
                 self._learn()
                 self._take_slack()
                 self._grow()
-            if self._structure.is_forgotten:
+            if self._changes.are_certain:
                 self._take_over_again()
             self._layers.recorder = None
             if self._num_to_profile and self._profiled is None:
@@ -354,20 +347,13 @@ class OffloadSession:
             self._num_active -= 1
             if self._num_active:
                 return
-            if self._look_later and self._has_changed():
-                self._structure.forget()
-                self._is_stale = True
-                is_complete = False
+            is_complete = not self._changes.after_step() and is_complete
             if is_complete:
                 self._metrics.end_step(self._layers.copied_bytes())
                 if self._layers.recorder is not None:
                     self._layers.recorder.end()
                     self._profiled = self._layers.recorder
             self._layers.recorder = None
-            self._last_end_s = time.perf_counter()
-
-    def _has_changed(self) -> bool:
-        return not self._structure.is_same() or self._structure.is_rewritten()
 
     def was_stale(self) -> bool:
         """Whether the step that has ended, or failed, met a module that was changed before it.
@@ -376,8 +362,7 @@ class OffloadSession:
         is at work then. Before the step it would wait for the answer.
         """
         with self._lock:
-            found, self._is_stale = self._is_stale, False
-            return found
+            return self._changes.was_stale()
 
     def _take_over_again(self) -> None:
         """Layers, adapters or weights have changed since the last step: look at all anew."""
@@ -385,7 +370,7 @@ class OffloadSession:
         keep_replaced(self._inventory.blocks)
         self._layers.clear()
         self._buffers.restore()
-        self._structure.close()
+        self._changes.close()
         self._take_over()
         self._metrics.replanned("module changed")
 
@@ -469,7 +454,7 @@ class OffloadSession:
                 name = self._inventory.blocks[number].name
                 self._must_stay[name] = "used outside of its own module's forward"
                 self._metrics.fall_back("stays", f"{name} is {self._must_stay[name]}")
-            self._structure.forget()
+            self._changes.are_certain = True
 
 
 def blocks_of(session: OffloadSession) -> list[Block]:

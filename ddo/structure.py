@@ -27,22 +27,12 @@ class Structure:
         self._members: list[Member] = []
         self._tensors: list[Tensor] = []
         self._pages: PageFlags | None = None
-        self._is_forgotten = False
 
     def watch(self, blocks: Sequence[Block]) -> None:
         """Compare these blocks' weights as well: whether their data are what was bound."""
         self._members = [member for block in blocks for member in block.members]
         self._tensors = [member.tensor for member in self._members]
         self._pages = PageFlags()
-
-    def forget(self) -> None:
-        """Answer that everything has changed."""
-        self._is_forgotten = True
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether everything counts as changed, which needs no look."""
-        return self._is_forgotten
 
     def close(self) -> None:
         """Give the kernel's table of pages back."""
@@ -52,16 +42,14 @@ class Structure:
 
     def is_same(self) -> bool:
         """Whether no layer, weight or buffer was added, removed or replaced."""
-        return (
-            not self._is_forgotten
-            and self._parts() == self._known
-            and list(map(Tensor.data_ptr, self._tensors)) == [m.bound for m in self._members]
-        )
+        return self._parts() == self._known and list(map(Tensor.data_ptr, self._tensors)) == [
+            m.bound for m in self._members
+        ]
 
     def _parts(self) -> tuple[list[int], int, list[int]]:
         """Identities of modules, weights and compiled code, and the number of buffers.
 
-        Made before every step, while the device has nothing to do: no loop of Python's own.
+        Made for every step, at times while the device has nothing to do: no loop of Python's own.
         """
         entries = chain.from_iterable(map(dict.values, self._tables))
         code = compiled_code(self._attributes)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ddo import lifecycle
+from ddo import changes
 from ddo.blocks import NotOwnable, take_inventory
 from ddo.claims import SessionError
 from ddo.lifecycle import OffloadSession, SessionState, blocks_of
@@ -240,7 +240,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("hurry_s", [0.0, math.inf], ids=["idle", "hurried"])
 def test_adapters_may_come_and_go_while_attached(net, monkeypatch, hurry_s):
-    monkeypatch.setattr(lifecycle, "_HURRY_S", hurry_s)
+    monkeypatch.setattr(changes, "HURRY_S", hurry_s)
     plain = run(net)
     before = photograph(net)
     backend = FakeBackend(2)
@@ -273,7 +273,7 @@ class NotMovedYet(nn.Linear):
 
 
 def test_a_step_that_fails_because_a_layer_was_replaced_is_run_again(net, monkeypatch):
-    monkeypatch.setattr(lifecycle, "_HURRY_S", math.inf)
+    monkeypatch.setattr(changes, "HURRY_S", math.inf)
     with session_of(net) as session:
         plain = run(net)
         old = net.layers[1].up
@@ -293,7 +293,7 @@ def test_a_step_that_fails_because_a_layer_was_replaced_is_run_again(net, monkey
 def test_a_weight_that_is_rewritten_between_steps_is_used_as_it_is_now(
     tmp_path, monkeypatch, is_mapped, hurry_s
 ):
-    monkeypatch.setattr(lifecycle, "_HURRY_S", hurry_s)
+    monkeypatch.setattr(changes, "HURRY_S", hurry_s)
     net = make_net(tmp_path if is_mapped else None)
     with session_of(net, preset="low_memory") as session:
         plain = run(net)
