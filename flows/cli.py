@@ -55,6 +55,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 LEAVE_WITHIN_S = 1.7
 
+_is_told = threading.Event()
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
-        print("exeunt: interrupted", file=sys.stderr)
+        tell_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,8 +89,16 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def tell_interrupted(more: str = "") -> None:
+    """Say once that the command was interrupted."""
+    if not _is_told.is_set():
+        _is_told.set()
+        text = f"exeunt: interrupted; what is finished is kept{more}"
+        print(text, file=sys.stderr, flush=True)
+
+
 def _leave() -> NoReturn:
-    print("exeunt: interrupted; what is finished is kept", file=sys.stderr, flush=True)
+    tell_interrupted()
     os._exit(EXIT_INTERRUPTED)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli import FAMILIES
+from flows.cli import FAMILIES, tell_interrupted
 from flows.cli_arguments import add_flow_arguments
 from flows.cli_family import (
     HELP_OPTIONS,
@@ -91,10 +91,7 @@ def _run(values: dict[str, Any], as_json: bool, settings: RunSettings) -> int:
         with _display(as_json):
             summary: BatchSummary = call_flow(batch, values, settings.home)
     except KeyboardInterrupt:
-        print(
-            "exeunt: interrupted; what is finished is kept, and the same command goes on from it",
-            file=sys.stderr,
-        )
+        tell_interrupted(", and the same command goes on from it")
         return EXIT_INTERRUPTED
     except StageError as error:
         tell_error(error, as_json)

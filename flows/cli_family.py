@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
+from flows.cli import tell_interrupted
 from flows.cli_arguments import add_flow_arguments
 from flows.display import JsonDisplay, LineDisplay, LiveDisplay, Tally, showing
 from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
@@ -132,7 +133,7 @@ def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tupl
         try:
             made = call_flow(getattr(module, name), values, home)
         except KeyboardInterrupt:
-            print("exeunt: interrupted; what is finished is kept", file=sys.stderr)
+            tell_interrupted()
             return EXIT_INTERRUPTED, False
         except StageError as error:
             tell_error(error, as_json)

@@ -52,6 +52,7 @@ def test_an_interrupted_command_ends_with_its_own_code_and_leaves_no_process(
     start = time.monotonic()
     code, _, err = victim.finish(process)
     assert code == 130, err
+    assert err.count("exeunt: interrupted; what is finished is kept") == 1
     assert victim.leftovers(within_s=max(0.0, 2.0 - (time.monotonic() - start))) == []
 
 
