@@ -174,7 +174,7 @@ def _item(
         media_type=row.media_type or "",
         status=row.status,
         is_cached=row.cached,
-        elapsed_s=sum(row.seconds.values()) if row.status != "invalid" else None,
+        elapsed_s=sum(row.seconds.values()) if row.seconds or row.cached else None,
         prompt=row.prompt or "",
         seed=row.seed,
         row_id=row.id,

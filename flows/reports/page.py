@@ -29,6 +29,9 @@ from stages.errors import ArtifactError, RequestError
 from stages.file_writes import replace_whole
 
 ASSETS = Path(__file__).with_name("assets")
+MOST_OPEN = 5
+"""Failures that stand above the gallery; the others open on request."""
+
 MOST_LISTED = 500
 """Failures and warnings that are listed; the rest is counted."""
 
@@ -66,6 +69,7 @@ def page(report: Report, folder: Path, *, embed: bool = False) -> str:
         bars=charts.bars(report.totals),
         memory=charts.memory_chart(report),
         peaks=_peaks(report),
+        most_open=MOST_OPEN,
         most_listed=MOST_LISTED,
         written=charts.moment(time.time()),
         version=metadata.version("exeunt"),

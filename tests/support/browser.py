@@ -66,9 +66,9 @@ class Page:
         )
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
+        self.run("window.isOld = true")  # the load of an earlier page may be told late
         self.call("Page.navigate", url=url)
-        while not any(each["method"] == "Page.loadEventFired" for each in self._events):
-            self._read(START_S)
+        self.wait_for("!window.isOld && document.readyState === 'complete'", START_S)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for."""
@@ -140,10 +140,11 @@ def browser(profile: Path) -> Iterator[Page]:
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
         *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
         *("--disable-component-update", "--disable-sync", "--mute-audio", "--hide-scrollbars"),
+        "--remote-debugging-port=0",
     )
     with (profile.parent / "chromium.log").open("wb") as log:
         process = subprocess.Popen(
-            [program, *options, "--remote-debugging-port=0", f"--user-data-dir={profile}"],
+            [program, *options, f"--user-data-dir={profile}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -82,6 +82,11 @@ class RecordedRun:
     ) -> Path:
         path = self.pictures / name
         Image.new("RGB", (size, size), ((seed * 37) % 256, (seed * 91) % 256, 90)).save(path)
+        self.note(path, prompt, seed=seed, digest=digest)
+        return path
+
+    def note(self, path: Path, prompt: str, *, seed: int, digest: str) -> None:
+        """Put a file that is there into the journal."""
         settings = {"prompt": prompt, "seed": seed, "artifacts": {"decode.image-0": digest}}
         self.journal.write(
             "item",
@@ -92,4 +97,3 @@ class RecordedRun:
             parameters=f"{prompt}\nSteps: 4, Seed: {seed}",
         )
         self.journal.write("saved", path=str(path))
-        return path

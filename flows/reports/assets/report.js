@@ -80,6 +80,7 @@
   const haystacks = items.map((item) =>
     [item.prompt, item.name, item.row, item.seed, item.error].join("\n").toLowerCase());
   let shown = [];
+  let isViewing = false;
   let current = 0; // place in `shown` of the one card that Tab reaches
 
   const orders = {
@@ -145,6 +146,7 @@
     cards[shown[current]].firstChild.focus();
   });
   gallery.addEventListener("focusin", (event) => {
+    if (isViewing) return; // a closing dialog gives the focus back to where it was opened
     const place = shown.indexOf(Number(event.target.dataset.index));
     if (place >= 0) setCurrent(place);
   });
@@ -153,6 +155,7 @@
     if (!button) return;
     setCurrent(shown.indexOf(Number(button.dataset.index)));
     view();
+    isViewing = true;
     byId("viewer").showModal();
     byId("stand").focus();
   });
@@ -252,6 +255,7 @@
     event.preventDefault();
   });
   viewer.addEventListener("close", () => {
+    isViewing = false;
     stand.replaceChildren(); // a clip must not play on
     const now = shown[current];
     if (now !== undefined) cards[now].firstChild.focus();

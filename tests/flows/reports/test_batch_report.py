@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import pytest
 
 from flows import cli
 from flows.batch import results
-from flows.batch.results import RowResult
 from flows.reports.of_batch import batch_report
 from flows.reports.page import page
 from stages.errors import RequestError
 from tests.flows.reports.test_page import items_in
-from tests.support.report_runs import BEGAN, RUN_ID, RecordedRun, stage_report
+from tests.support.report_rows import failed_row, good_row
+from tests.support.report_runs import RUN_ID, RecordedRun, stage_report
 
+BAD_SIZE = "height 777 is no multiple of 16"
 FORECAST = {
     "run_id": RUN_ID,
     "num_rows": 3,
@@ -27,19 +27,6 @@ FORECAST = {
     "device_bytes": 0,
     "disks": [{"need_bytes": 3 << 20}],
 }
-
-
-def row(number: int, status: Any = "done", **fields: Any) -> RowResult:
-    """A row of the batch's last start; a good one has its file."""
-    name = f"{number:06d}"
-    made = {"run_id": RUN_ID, "file": f"{name}.png", "media_type": "image/png", "file_bytes": 100}
-    made |= {"prompt": f"fox {number}", "seed": number, "seconds": {"denoise": 3.0, "decode": 1.0}}
-    made |= {"peak_host_bytes": 2048, "picture_sha256": f"digest {number}"}
-    own = made if status == "done" else {"error_type": "StageFailed", "error": "latents are NaN"}
-    when = datetime.fromtimestamp(BEGAN + number, UTC)
-    return RowResult(
-        **{"id": name, "row": number, "status": status, "finished_at": when} | own | fields
-    )
 
 
 class RecordedBatch:
@@ -59,11 +46,11 @@ class RecordedBatch:
         self.run.journal.write("warning", message="row 000002: the prompt is cut")
         self.run.journal.write("warning", message="the disk is nearly full")
         self.rows = [
-            row(1),
-            row(2, seed=2**64 - 1, warnings=("the prompt is cut",)),
-            row(3, cached=True, seconds={}),
-            row(4, "failed", phase="denoise", run_id=RUN_ID, prompt="a crow", seed=4),
-            row(5, "invalid", error_type="RequestError", error="height 777 is no multiple of 16"),
+            good_row(1),
+            good_row(2, seed=2**64 - 1, warnings=("the prompt is cut",)),
+            good_row(3, cached=True, seconds={}),
+            failed_row(4, phase="denoise", run_id=RUN_ID, prompt="a crow", seed=4),
+            failed_row(5, "invalid", error_type="RequestError", error=BAD_SIZE),
         ]
         self.about: dict[str, Any] = {
             "family": "z-image",
@@ -91,7 +78,7 @@ def test_each_row_is_shown_as_what_became_of_it(batch: RecordedBatch) -> None:
         ("000001", "done", False, 4.0),
         ("000002", "done", False, 4.0),
         ("000003", "done", True, 0),
-        ("000004", "failed", False, 0),
+        ("000004", "failed", False, None),
         ("000005", "invalid", False, None),
     ]
     assert report.items[1].seed == 2**64 - 1
@@ -105,7 +92,7 @@ def test_failures_say_the_row_the_phase_and_the_reason(batch: RecordedBatch) -> 
     first, second = batch_report(batch.output, batch.reports).failures
     assert (first.what, first.stage, first.kind) == ("000004", "denoise", "StageFailed")
     assert (second.what, second.stage) == ("000005", "")
-    assert second.reason == "height 777 is no multiple of 16"
+    assert second.reason == BAD_SIZE
 
 
 def test_stages_memory_and_warnings_come_from_the_runs(batch: RecordedBatch) -> None:
@@ -145,7 +132,7 @@ def test_a_batch_that_was_killed_in_its_first_chunk_is_read_from_its_journal(
 ) -> None:
     batch = RecordedBatch(tmp_path)
     lines = [{"event": "batch", "schema": "exeunt.batch/1", "key": "k"}]
-    again = row(1, "failed").to_json()
+    again = failed_row(1).to_json()
     told = [again, *(each.to_json() for each in batch.rows[1::-1])]
     lines += [{"event": "row", "digest": "", "result": each} for each in told]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"event": "row", "resu'
