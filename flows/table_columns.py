@@ -20,7 +20,7 @@ ID, NAME = "id", "name"
 
 BATCH_WIDE = frozenset(
     {
-        *("model", "dtype", "device", "offload", "device_budget", "host_budget", "components"),
+        *("model", "dtype", "device", "offload", "device_budget", "host_budget", "component"),
         *("blocks", "output", "embed_settings", "on_truncate", "vae_tiling", "fresh"),
     }
 )

@@ -14,7 +14,7 @@ import torch
 
 from stages.adapters import LoraState, loadable_modules, lora_loader, prefixes
 from stages.contracts import AdapterUse
-from stages.errors import DependencyError, ModelError, RequestError
+from stages.errors import DependencyError, RequestError
 from stages.families import Family
 from stages.lora_files import require_peft
 from stages.manifest import AdapterFacts
@@ -30,8 +30,8 @@ def check_adapter(
     """The components that a LoRA file changes.
 
     Raises:
-        RequestError: The family has no LoRA loader, or the named component takes none.
-        ModelError: The file is of another family or size.
+        RequestError: The family has no LoRA loader, the named component takes none, or the file
+            is of another family or size.
         DependencyError: peft is missing or too old.
     """
     _require_library()
@@ -49,7 +49,7 @@ def check_adapter(
     wearers = prefixes(use, loadable)
     known = {name for prefix in wearers.values() for name in state.tensors if _is_in(name, prefix)}
     if strange := [name for name in state.tensors if name not in known]:
-        raise ModelError(
+        raise RequestError(
             f"lora {path} has {len(strange)} of {len(state.tensors)} tensors that are of no part "
             f"of {family.name} that takes one ({', '.join(wearers)}): {_some(strange)}; it is "
             "of another family"
@@ -87,18 +87,18 @@ def _check_fit(path: Path, part: Component, tensors: Mapping[str, torch.Tensor])
         layer = layers.get(layer_name)
         where = f"lora {path}, tensor {name!r}"
         if not factor or layer is None:
-            raise ModelError(
+            raise RequestError(
                 f"{where}: {part.name} ({part.class_name}) has no layer {layer_name!r}; the file "
                 "is of another family or size"
             )
         expected = _expected(layer, factor, tensor)
         if expected is None:
-            raise ModelError(
+            raise RequestError(
                 f"{where}: layer {layer_name!r} of {part.name} is a {type(layer).__name__}, which "
                 "takes no LoRA; the file is of another family"
             )
         if tuple(tensor.shape) != expected:
-            raise ModelError(
+            raise RequestError(
                 f"{where} has shape {tuple(tensor.shape)}, but by its config.json {part.name} "
                 f"({part.class_name}) takes {expected}; the file is of a model of another size"
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stages.contracts import AdapterUse, StageContext
-from stages.errors import ModelError
+from stages.errors import ModelError, RequestError
 from stages.families import Family
 from stages.fingerprints import file_sha256
 
@@ -82,7 +82,7 @@ class LoraState:
                 unet_config=unet_config,
             )
         except (ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            raise ModelError(
+            raise RequestError(
                 f"diffusers' {loader.__name__} cannot read the LoRA file {path}: "
                 f"{type(error).__name__}: {error}; it may be of another family"
             ) from error

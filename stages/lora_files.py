@@ -51,8 +51,8 @@ def choose_loras(given: str | Sequence[str] | None) -> tuple[Lora, ...]:
             safetensors file in it.
 
     Raises:
-        RequestError: A scale is not finite, or a file is named twice for one component.
-        ModelError: A file is missing, damaged, a pickle, or holds no LoRA.
+        RequestError: A scale is not finite, a file is named twice for one component, is missing,
+            damaged, a pickle, or holds no LoRA.
         DependencyError: The library that adds them to a model is not installed.
     """
     texts = [given] if isinstance(given, str) else list(given or ())
@@ -120,7 +120,9 @@ def _file(path: Path) -> Path:
     names = sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors")
     if len(names) != 1:
         found = ", ".join(names) or "none"
-        raise ModelError(f"folder {path} holds {len(names)} safetensors files ({found}); name one")
+        raise RequestError(
+            f"folder {path} holds {len(names)} safetensors files ({found}); name one"
+        )
     return path / names[0]
 
 
@@ -128,28 +130,30 @@ def check_lora_file(path: Path) -> None:
     """Hold a file's header to what a LoRA is: pairs of factors that have one rank.
 
     Raises:
-        ModelError: With what was found and what to do.
+        RequestError: With what was found and what to do.
     """
     if path.suffix in PICKLE_SUFFIXES:
-        raise ModelError(
+        raise RequestError(
             f"lora is a pickle, which can run code when it is opened: {path}; convert it to "
             "safetensors"
         )
-    check_file(path, "lora")
     try:
+        check_file(path, "lora")
         tensors = read_header(path).tensors
+    except ModelError as error:  # a file that was asked for is no part of a model
+        raise RequestError(str(error)) from error
     except HeaderError as error:
-        raise ModelError(f"lora is not a whole safetensors file: {error}") from error
+        raise RequestError(f"lora is not a whole safetensors file: {error}") from error
     for mark, kind in OTHER_KINDS.items():
         if named := [name for name in tensors if mark in name]:
-            raise ModelError(
+            raise RequestError(
                 f"lora is of the kind {kind}, which is not read in full: {named[0]!r} in {path}; "
                 "convert it to plain LoRA"
             )
     narrowing = {name: _partner(name) for name in tensors if _partner(name)}
     if not narrowing:
         some = next(iter(tensors), "nothing")
-        raise ModelError(
+        raise RequestError(
             f"lora holds no LoRA: none of its {len(tensors)} tensors is called like one, first "
             f"{some!r}: {path}; weights of a whole component go to the argument component"
         )
@@ -173,14 +177,14 @@ def _check_pairs(
     missing = [up for up in narrowing.values() if up not in tensors]
     missing += [name for name in widening if name not in narrowing.values()]
     if missing:
-        raise ModelError(
+        raise RequestError(
             f"lora has {len(missing)} factors without the other one of their pair, first "
             f"{missing[0]!r}: {path}; fetch the file again"
         )
     for down, up in narrowing.items():
         narrow, wide = tensors[down].shape, tensors[up].shape
         if len(narrow) < 2 or len(wide) < 2 or narrow[0] != wide[1]:
-            raise ModelError(
+            raise RequestError(
                 f"lora pair {down!r} has shapes {narrow} and {wide}, expected (rank, in) and "
                 f"(out, rank): {path}; fetch the file again"
             )

@@ -155,7 +155,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], bool]:
         if path.exists():
             raise ModelError(
                 f"model is a file: {path}; give a model directory in diffusers layout, with a "
-                f"{INDEX_NAMES[1]} in it"
+                f"{INDEX_NAMES[1]} in it, and the file as component, as in unet={path.name}"
             )
         raise ModelError(f"model directory is missing: {path}; check the path")
     for name in INDEX_NAMES:

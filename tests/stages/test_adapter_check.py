@@ -12,7 +12,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from stages.adapter_check import check_adapter
 from stages.contracts import AdapterUse
-from stages.errors import ModelError, RequestError
+from stages.errors import RequestError
 from stages.manifest import AdapterFacts
 from stages.models import open_model
 from tests.support.lora_files import factors, write_lora
@@ -43,10 +43,10 @@ def test_the_components_that_it_changes_are_told(flux: Case, tiny: Any, tmp_path
 def test_a_file_of_another_family_is_told_by_its_names(tiny: Any, tmp_path: Path) -> None:
     sdxl, flux, z_image = (CASES[name] for name in ("sdxl", "flux", "z-image"))
     unet = write_lora(tmp_path / "unet.safetensors", factors(tiny(sdxl), "unet"))
-    with pytest.raises(ModelError, match=r"no part of flux .*transformer, text_encoder.*'unet\."):
+    with pytest.raises(RequestError, match=r"no part of flux .*transformer, text_encoder.*'unet\."):
         checked(flux, tiny(flux), unet)
     other = write_lora(tmp_path / "z.safetensors", factors(tiny(z_image), "transformer"))
-    with pytest.raises(ModelError, match=r"z.safetensors, tensor .*FluxTransformer2DModel.*no lay"):
+    with pytest.raises(RequestError, match=r"z.safetensors, tensor .*FluxTransformer2D.*no lay"):
         checked(flux, tiny(flux), other)
 
 
@@ -57,12 +57,12 @@ def test_a_file_for_another_size_is_told_by_its_shapes(
     name = next(name for name in tensors if name.endswith("to_q.lora_A.weight"))
     tensors[name] = torch.zeros(2, 48)
     path = write_lora(tmp_path / "wide.safetensors", tensors)
-    with pytest.raises(ModelError, match=r"to_q.lora_A.weight' has shape \(2, 48\), .*\(2, 32\)"):
+    with pytest.raises(RequestError, match=r"to_q.lora_A.weight' has shape \(2, 48\), .*\(2, 32\)"):
         checked(flux, tiny(flux), path)
     tensors[name.replace("_A", "_B")] = torch.zeros(48, 2)
     tensors[name] = torch.zeros(2, 32)
     write_lora(path, tensors)
-    with pytest.raises(ModelError, match=r"to_q.lora_B.weight' has shape \(48, 2\), .*\(32, 2\)"):
+    with pytest.raises(RequestError, match=r"to_q.lora_B.weight' has shape \(48, 2\), .*\(32, 2\)"):
         checked(flux, tiny(flux), path)
 
 
@@ -70,7 +70,7 @@ def test_a_layer_that_takes_none_is_named(flux: Case, tiny: Any, tmp_path: Path)
     norm = "transformer.transformer_blocks.0.attn.norm_q.lora_"
     tensors = {f"{norm}A.weight": torch.zeros(2, 16), f"{norm}B.weight": torch.zeros(16, 2)}
     path = write_lora(tmp_path / "norm.safetensors", tensors)
-    with pytest.raises(ModelError, match=r"norm_q' of transformer is a \w*Norm, which takes no"):
+    with pytest.raises(RequestError, match=r"norm_q' of transformer is a \w*Norm, which takes no"):
         checked(flux, tiny(flux), path)
 
 

@@ -161,14 +161,18 @@ def test_a_single_file_of_another_model_is_found_before_it_loads(
 
 
 def test_a_single_file_may_have_the_names_of_the_models_makers(tiny: Any, tmp_path: Path) -> None:
-    """A VAE as the checkpoints of Stable Diffusion have it."""
+    """A VAE as the checkpoints of Stable Diffusion have it, among the other models."""
     model_dir = tiny(OTHER)
     tensors = load_file(model_dir / "vae" / WEIGHTS)
     config = json.loads((model_dir / "vae" / "config.json").read_text())
     levels = len(config["block_out_channels"])
     renamed = {f"first_stage_model.{_as_ldm(name, levels)}": t for name, t in tensors.items()}
     path = tmp_path / "checkpoint.safetensors"
-    save_file(renamed, path)
+    others = {
+        "model.diffusion_model.out.0.bias": torch.zeros(2),
+        "cond_stage_model.x": torch.ones(1),
+    }
+    save_file(renamed | others, path)
     where = sourced(model_dir, tmp_path, vae=path)
     inspected(where, OTHER)
     made = latents(where, case=OTHER)

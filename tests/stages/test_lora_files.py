@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages import lora_files
-from stages.errors import DependencyError, ModelError, RequestError
+from stages.errors import DependencyError, RequestError
 from stages.lora_files import Lora, check_lora_file, choose_loras
 from tests.support.lora_files import write_lora
 
@@ -43,7 +43,7 @@ def test_order_is_kept_and_a_folder_stands_for_its_one_file(tmp_path: Path, path
     found = choose_loras([f"{other.parent}:2", str(path)])
     assert [each.path for each in found] == [other, path]
     write_lora(other.with_name("second.safetensors"), PAIR)
-    with pytest.raises(ModelError, match=r"holds 2 safetensors files .*name one"):
+    with pytest.raises(RequestError, match=r"holds 2 safetensors files .*name one"):
         choose_loras(str(other.parent))
 
 
@@ -72,13 +72,13 @@ def test_no_more_files_than_a_model_can_wear(path: Path) -> None:
 
 
 def test_what_is_missing_or_unreadable_is_named(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(ModelError, match=r"lora is missing: .*none.safetensors"):
+    with pytest.raises(RequestError, match=r"lora is missing: .*none.safetensors"):
         choose_loras(str(tmp_path / "none.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ModelError, match=r"not a whole safetensors file: .*incomplete download\?"):
+    with pytest.raises(RequestError, match=r"not a whole safetensors .*incomplete download\?"):
         choose_loras(str(path))
     path.write_bytes(b"not a safetensors file at all")
-    with pytest.raises(ModelError, match=r"not a whole safetensors file: .*fox.safetensors"):
+    with pytest.raises(RequestError, match=r"not a whole safetensors file: .*fox.safetensors"):
         choose_loras(str(path))
 
 
@@ -86,7 +86,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path: Path, path: Path) -> N
 def test_a_pickle_is_refused_with_the_remedy(tmp_path: Path, suffix: str) -> None:
     pickle = tmp_path / f"lora{suffix}"
     pickle.write_bytes(b"\x80\x04.")
-    with pytest.raises(ModelError, match=r"is a pickle, which can run code .*convert it to safe"):
+    with pytest.raises(RequestError, match=r"is a pickle, which can run code .*convert it to safe"):
         choose_loras(str(pickle))
 
 
@@ -105,7 +105,7 @@ def test_a_pickle_is_refused_with_the_remedy(tmp_path: Path, suffix: str) -> Non
 def test_what_is_no_lora_is_told_by_its_names_and_shapes(
     tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(RequestError, match=message):
         check_lora_file(write_lora(tmp_path / "x.safetensors", tensors))
 
 
@@ -123,7 +123,7 @@ def test_pairs_are_found_by_the_names_of_every_trainer(tmp_path: Path, down: str
     pair = {down: torch.zeros(2, 8), up: torch.zeros(4, 2), "a.alpha": torch.tensor(1.0)}
     check_lora_file(write_lora(tmp_path / "x.safetensors", pair))
     del pair[up]
-    with pytest.raises(ModelError, match="1 factors without"):
+    with pytest.raises(RequestError, match="1 factors without"):
         check_lora_file(write_lora(tmp_path / "x.safetensors", pair))
 
 
