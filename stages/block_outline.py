@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from stages.block_sources import BlockSources
 from stages.errors import ModelError
 
 TRUST = "trust_remote_code"
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _WORTH_A_LOOK = {
     *("eval", "exec", "__import__", "import_module", "open", "system", "popen", "Popen"),
     *("check_output", "check_call", "urlopen", "connect", "remove", "rmtree", "unlink", "load"),
@@ -62,6 +64,7 @@ def outline_file(sources: BlockSources, name: str) -> FileOutline:
     Raises:
         ModelError: It is not Python, or would run code that is not in the folder.
     """
+    _refuse_what_misleads(sources.files[name], name)
     tree = _parsed(sources, name)
     _refuse_trust(tree, name)
     imports = {each for node in ast.walk(tree) for each in _imported(node)}
@@ -127,16 +130,29 @@ def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
+def _refuse_what_misleads(text: str, name: str) -> None:
+    """Marks of writing direction let a line read otherwise than it runs."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if marks := [mark for mark in line if unicodedata.bidirectional(mark) in _DIRECTIONS]:
+            raise ModelError(
+                f"{name}, line {number}: U+{ord(marks[0]):04X} changes the order in which the line "
+                "is shown, but not in which it runs; take it out, or write it as an escape"
+            )
+
+
 def _refuse_trust(tree: ast.Module, name: str) -> None:
     for node in ast.walk(tree):
-        is_on = isinstance(node, ast.keyword) and not (
-            isinstance(node.value, ast.Constant) and node.value.value in (False, None)
-        )
-        if is_on and isinstance(node, ast.keyword) and node.arg == TRUST:
+        is_text = isinstance(node, ast.Constant) and node.value == TRUST  # a key of a dict
+        is_on = isinstance(node, ast.keyword) and node.arg == TRUST and _is_on(node.value)
+        if (is_text or is_on) and isinstance(node, ast.Constant | ast.keyword):
             raise ModelError(
                 f"{name}, line {node.lineno}: {TRUST} would run code that nobody has reviewed; "
                 "put that code into the folder"
             )
+
+
+def _is_on(value: ast.expr) -> bool:
+    return not (isinstance(value, ast.Constant) and value.value in (False, None))
 
 
 def _named(owner: ast.ClassDef, member: str, kind: str) -> tuple[str, ...]:

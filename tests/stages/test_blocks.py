@@ -159,6 +159,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "extra.py").write_text("load('x', trust_remote_code=yes)\n"),
         "trust_remote_code would run",
     ),
+    "code that trusts by a key": (
+        lambda d: (d / "extra.py").write_text("load('x', **{'trust_remote_code': True})\n"),
+        "trust_remote_code would run",
+    ),
+    "a line that reads otherwise than it runs": (
+        lambda d: (d / "extra.py").write_text("is_safe = True  # \u202e }\u2066 if fox: \u2069\n"),
+        r"extra.py, line 1: U\+202E changes the order",
+    ),
     "a module by its bare name": (
         lambda d: (d / "extra.py").write_text("import block\n"),
         r"extra.py imports 'block', the name of a file of this folder; write `from .block",
