@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -112,6 +113,7 @@ def _quoted(value: str) -> str:
     return json.dumps(value, ensure_ascii=False) if set(value) & set(",:\n") else value
 
 
+@lru_cache(maxsize=1)
 def _version() -> str:
     return metadata.version("exeunt")
 
