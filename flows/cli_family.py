@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 HELP_OPTIONS = {"-h", "--help"}
 VERBOSE_OPTION = "--verbose"
 OWN_OPTIONS = {"json", "verbose"}
-_UNREACHABLE = "Failed to reach API"  # how Prefect's error begins
 UNCHECKED = {"vae_tiling", "embed_settings", "on_truncate", "fresh"}
 """Arguments of every flow that have no wrong values left once they are parsed."""
 
@@ -119,11 +118,18 @@ def call_flow(flow: Any, values: dict[str, Any], home: Home) -> Any:
     try:
         return flow(**values)
     except RuntimeError as error:
-        if not str(error).startswith(_UNREACHABLE):
+        if not _is_unreachable(error):
             raise
         logger.warning("%s; the run begins again when it answers", error)
         begin(home).wait()
         return flow(**values)
+
+
+def _is_unreachable(error: RuntimeError) -> bool:
+    """Whether Prefect could not make a run known to its server: it says so of an HTTP error."""
+    import httpx
+
+    return isinstance(error.__cause__, httpx.HTTPError)
 
 
 def _run(module: Any, as_json: bool, values: dict[str, Any], home: Home) -> tuple[int, bool]:

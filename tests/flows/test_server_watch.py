@@ -90,12 +90,15 @@ def test_a_run_that_met_no_server_begins_again_when_it_is_back(
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)  # of the test session's own server
+    from prefect.client.orchestration import SyncPrefectClient
+
     given: list[int] = []
 
     def flow(seed: int) -> str:
         given.append(seed)
         if len(given) == 1:
-            raise RuntimeError("Failed to reach API at http://127.0.0.1:4201/api/")
+            with SyncPrefectClient("http://127.0.0.1:9/api") as client:  # nobody is there
+                client.raise_for_api_version_mismatch()  # as each run does when it begins
         return "painted"
 
     assert cli_family.call_flow(flow, {"seed": 7}, fake_home) == "painted"
