@@ -95,10 +95,10 @@ def reviews(home: Path) -> list[Review]:
         digest = path.name.removesuffix(".about")
         try:
             about = json.loads(path.read_bytes())
+            when, where = float(about["reviewed_at"]), str(about["directory"])
             sources = read_lock(home, digest)
-        except (ModelError, OSError, ValueError):
+        except (ModelError, OSError, ValueError, KeyError, TypeError):
             continue
-        when, where = float(about["reviewed_at"]), str(about["directory"])
         found.append(Review(digest=digest, directory=where, reviewed_at=when, sources=sources))
     return sorted(found, key=lambda review: review.reviewed_at)
 

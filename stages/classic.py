@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import ClassifierFreeGuidance
-from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines import (
     ComponentSpec,
     ConfigSpec,
@@ -26,24 +23,13 @@ from diffusers.modular_pipelines import (
     SequentialPipelineBlocks,
 )
 
+from stages.classic_signature import COUNTS, Classic
 from stages.classic_steps import run_out, stepping
 from stages.errors import BorderError
 from stages.families import Family
 
 ARGUMENTS = "call_arguments"
 """The value that hands the denoiser's own arguments to the decoder, which calls it again."""
-
-GUIDER = "guider"
-_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
-_OURS = frozenset(
-    {
-        *("self", "kwargs", "generator", "latents", "output_type", "return_dict", *_COUNTS),
-        *("callback", "callback_steps", "callback_on_step_end"),
-        *("callback_on_step_end_tensor_inputs", "do_classifier_free_guidance", "guidance_scale"),
-        *("device", "dtype", "lora_scale", "ip_adapter_image", "ip_adapter_image_embeds"),
-    }
-)
-"""Arguments that the blocks give themselves, or that no declaration asks for."""
 
 
 def classic_blocks(family: Family) -> Any:
@@ -60,86 +46,8 @@ def classic_blocks(family: Family) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Classic:
-    """A classic pipeline class, and what its signatures tell."""
-
-    family: Family
-    kind: type[Any]
-
-    @property
-    def text_components(self) -> set[str]:
-        """Tokenizers and the encoders that they feed."""
-        readings = self.family.tokenizers
-        return set(readings) | {reading.encoder for reading in readings.values()}
-
-    @property
-    def loop_components(self) -> set[str]:
-        """What denoises."""
-        return {self.family.denoiser, "scheduler"}
-
-    @property
-    def last_components(self) -> set[str]:
-        """The others, and the scheduler, whose configuration some pipelines read as they begin."""
-        names, _ = self.kind._get_signature_keys(self.kind)
-        return (set(names) - self.text_components - self.loop_components) | {"scheduler"}
-
-    @property
-    def text_arguments(self) -> dict[str, Any]:
-        """Names and defaults of what the prompt is encoded with.
-
-        Where both have a default, it is that of the whole pipeline.
-        """
-        whole = inspect.signature(self.kind.__call__).parameters
-        own = inspect.signature(self.kind.encode_prompt).parameters
-        names = [name for name in own if name in whole and name not in _OURS]
-        return {name: whole[name].default for name in names if name not in self.family.encoded}
-
-    @property
-    def loop_arguments(self) -> tuple[str, ...]:
-        """Names of the pipeline's other arguments, such as its size and its number of steps."""
-        left_out = _OURS | set(self.text_arguments) | set(self.family.encoded)
-        return tuple(
-            n for n in inspect.signature(self.kind.__call__).parameters if n not in left_out
-        )
-
-    @property
-    def guider(self) -> ComponentSpec:
-        """Where the scale stands, by default the pipeline's own."""
-        default = inspect.signature(self.kind.__call__).parameters["guidance_scale"].default
-        return ComponentSpec(
-            GUIDER,
-            ClassifierFreeGuidance,
-            config=FrozenDict({"guidance_scale": float(default)}),
-            default_creation_method="from_config",
-        )
-
-    @property
-    def settings(self) -> list[ConfigSpec]:
-        """What the pipeline is made with besides components."""
-        _, names = self.kind._get_signature_keys(self.kind)
-        own = inspect.signature(self.kind.__init__).parameters
-        return [ConfigSpec(name, own[name].default) for name in names]
-
-    def specs(self, names: set[str]) -> list[ComponentSpec]:
-        """Specifications of components whose classes the model's index tells."""
-        return [self.guider, *(ComponentSpec(name) for name in sorted(names))]
-
-    def pipe(self, components: Any) -> Any:
-        """The pipeline over a phase's components; absent ones are stand-ins, or None."""
-        device = components._execution_device
-        where = property(lambda _: device)  # by itself it asks its first model, perhaps a stand-in
-        kind: Any = type(self.kind.__name__, (self.kind,), {"_execution_device": where})
-        names, _ = self.kind._get_signature_keys(self.kind)
-        parts = {name: getattr(components, name, None) for name in names}
-        settings = {each.name: components.config[each.name] for each in self.settings}
-        pipe = kind(**parts, **settings)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-
-class EncodeBlock(ModularPipelineBlocks):  # type: ignore[misc]
-    """Prompts to embeddings, by the pipeline's `encode_prompt`."""
+class _OfClassic:
+    """What the three blocks have in common."""
 
     model_name = "classic"
 
@@ -148,12 +56,16 @@ class EncodeBlock(ModularPipelineBlocks):  # type: ignore[misc]
         self.classic = classic
 
     @property
-    def expected_components(self) -> list[ComponentSpec]:
-        return self.classic.specs(self.classic.text_components)
-
-    @property
     def expected_configs(self) -> list[ConfigSpec]:
         return self.classic.settings
+
+
+class EncodeBlock(_OfClassic, ModularPipelineBlocks):  # type: ignore[misc]
+    """Prompts to embeddings, by the pipeline's `encode_prompt`."""
+
+    @property
+    def expected_components(self) -> list[ComponentSpec]:
+        return self.classic.specs(self.classic.text_components)
 
     @property
     def inputs(self) -> list[InputParam]:
@@ -170,7 +82,7 @@ class EncodeBlock(ModularPipelineBlocks):  # type: ignore[misc]
         taken = inspect.signature(pipe.encode_prompt).parameters
         made = pipe.encode_prompt(
             **{name: getattr(values, name) for name in classic.text_arguments},
-            **dict.fromkeys(set(_COUNTS) & set(taken), 1),
+            **dict.fromkeys(set(COUNTS) & set(taken), 1),
             do_classifier_free_guidance=components.guider.guidance_scale > 1,
             device=components._execution_device,
         )
@@ -180,24 +92,15 @@ class EncodeBlock(ModularPipelineBlocks):  # type: ignore[misc]
         return components, state
 
 
-class DenoiseBlock(LoopSequentialPipelineBlocks):  # type: ignore[misc]
+class DenoiseBlock(_OfClassic, LoopSequentialPipelineBlocks):  # type: ignore[misc]
     """Noise to latents, by the pipeline itself; a step of its scheduler is a step of this loop."""
 
-    model_name = "classic"
-
-    def __init__(self, classic: Classic) -> None:
-        super().__init__()
-        self.classic = classic
-        self.num_skipped = 0
-        self.asked_step: Callable[[], Any] = tuple
+    num_skipped = 0
+    asked_step: Callable[[], Any]  # set for each step, see `stages.classic_steps`
 
     @property
     def expected_components(self) -> list[ComponentSpec]:
         return self.classic.specs(self.classic.loop_components)
-
-    @property
-    def expected_configs(self) -> list[ConfigSpec]:
-        return self.classic.settings
 
     @property
     def inputs(self) -> list[InputParam]:
@@ -237,22 +140,12 @@ class DenoiseBlock(LoopSequentialPipelineBlocks):  # type: ignore[misc]
         return components, state
 
 
-class DecodeBlock(ModularPipelineBlocks):  # type: ignore[misc]
+class DecodeBlock(_OfClassic, ModularPipelineBlocks):  # type: ignore[misc]
     """Latents to pictures or frames, by what the pipeline does after its loop."""
-
-    model_name = "classic"
-
-    def __init__(self, classic: Classic) -> None:
-        super().__init__()
-        self.classic = classic
 
     @property
     def expected_components(self) -> list[ComponentSpec]:
         return self.classic.specs(self.classic.last_components)
-
-    @property
-    def expected_configs(self) -> list[ConfigSpec]:
-        return self.classic.settings
 
     @property
     def inputs(self) -> list[InputParam]:
@@ -295,11 +188,11 @@ def _given(values: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _unread(encoded: tuple[str, ...], latents: torch.Tensor) -> dict[str, torch.Tensor]:
     """Embeddings for a loop without steps: the pipeline asks for some, and reads none."""
-    names = [name for name in encoded if not name.startswith("negative_")]
-    shapes = {name: (1, 1) if name.endswith("mask") else (1, 1, 1) for name in names}
+    embeds = latents.new_zeros(len(latents), 1, 1)
     return {
-        name: torch.zeros(len(latents), *shape[1:], dtype=latents.dtype, device=latents.device)
-        for name, shape in shapes.items()
+        name: embeds[:, 0] if name.endswith("mask") else embeds
+        for name in encoded
+        if not name.startswith("negative_")
     }
 
 

@@ -22,7 +22,7 @@ RECORDED = Path(__file__).with_name("code_digests.json")
 SHARED = (
     *("execute", "phases", "components", "codec", "handover", "borders", "adapters"),
     "single_files",
-    *("classic", "classic_steps", "custom_blocks", "block_modules"),
+    *("classic", "classic_signature", "classic_steps", "custom_blocks", "block_modules"),
     "families/family",
     *sorted(
         {where.partition(":")[0].split(".", 1)[1].replace(".", "/") for where in FAMILIES.values()}
