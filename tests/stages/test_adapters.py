@@ -16,9 +16,10 @@ from PIL import Image
 pytest.importorskip("peft", reason="peft is not installed")
 
 from stages import offload
+from stages.adapters import lora_loader
 from stages.artifacts import ArtifactStore
 from stages.contracts import AdapterUse, OffloadChoice, StageContext, StageResult
-from stages.errors import ModelError
+from stages.errors import ModelError, RequestError
 from stages.manifest import AdapterFacts
 from stages.mp4 import encode_mp4
 from stages.videos import frames, sound_of
@@ -27,7 +28,8 @@ from tests.stages.test_video_families import video_of
 from tests.support.chain import context, request, run_stage
 from tests.support.fake_gpu import FakeDevices
 from tests.support.kept_pipes import drop_kept
-from tests.support.lora_files import digest, factors, whole_pipe, write_lora
+from tests.support.lora_files import digest, factors, run_pipe, whole_pipe, write_lora
+from tests.support.picture_tasks import KONTEXT
 from tests.support.tiny_families import CASES, Case
 from tests.support.video_cases import VIDEO_CASES, VideoCase
 
@@ -36,7 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`"),
 ]
 
-ENCODERS = {"sdxl": "text_encoder", "sd3": "text_encoder_2", "flux": "text_encoder"}
+ENCODERS = {
+    **{"sd15": "text_encoder", "flux": "text_encoder"},
+    **{"sdxl": "text_encoder", "sd3": "text_encoder_2"},
+}
 """Families whose loader adds LoRA to a text encoder, with one that it adds to."""
 
 
@@ -47,9 +52,13 @@ def nothing_kept() -> Iterator[None]:
     drop_kept()
 
 
-@pytest.fixture(params=sorted(name for name, case in CASES.items() if not case.family.encoded))
+PICTURES = CASES | {KONTEXT.name: KONTEXT}
+WITHOUT_LOADER = {name for name, case in PICTURES.items() if lora_loader(case.family) is None}
+
+
+@pytest.fixture(params=sorted(PICTURES.keys() - WITHOUT_LOADER))
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    return PICTURES[request.param]
 
 
 def wearing(where: StageContext, *files: Path) -> StageContext:
@@ -92,9 +101,8 @@ def whole(case: Case, model_dir: Path, files: dict[Path, float], dtype: torch.dt
     if files:
         pipe.set_adapters([f"a{n}" for n in range(len(files))], list(files.values()))
     every = {name: value for phase in case.options.values() for name, value in phase.items()}
-    generator = torch.Generator("cpu").manual_seed(7)
-    made = pipe(**every, output_type="pil", generator=generator, output="images")
-    return np.asarray(made[0])
+    made = run_pipe(pipe, case.family, {**every, "output_type": "pil"}, case.guidance)
+    return np.asarray(made[case.family.output][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -141,7 +149,7 @@ def facts(case: Case, where: StageContext, worn: AdapterUse) -> set[str]:
 
 def test_nothing_of_one_request_is_left_in_the_next(tiny: Any, tmp_path: Path) -> None:
     """A process that wore other files before makes the bits of one that never did."""
-    case = CASES["sdxl"]
+    case = CASES["sd15"]
     model_dir = tiny(case)
     files = [
         write_lora(tmp_path / "a.safetensors", factors(model_dir, "unet", seed=1)),
@@ -241,7 +249,7 @@ def test_what_a_file_says_of_its_training_counts(tiny: Any, tmp_path: Path) -> N
 # ---- videos --------------------------------------------------------------------------------
 
 VIDEOS = {
-    **{name: VIDEO_CASES[name] for name in ("wan", "ltx", "ltx2", "hunyuan-video")},
+    **{name: VIDEO_CASES[name] for name in ("wan", "ltx", "ltx2", "hunyuan-video", "cogvideox")},
     "wan from a picture": VIDEO_CASES["wan-i2v from a picture"],
 }
 
@@ -279,12 +287,7 @@ def wear(pipe: Any, path: Path, scale: float, **options: Any) -> None:
 def whole_video(case: VideoCase, model_dir: Path, change: Callable[[Any], None]) -> bytes:
     pipe = whole_pipe(case.family, model_dir, torch.float32, case.scales)
     change(pipe)
-    made = pipe(
-        **case.arguments,
-        output_type="pt",
-        generator=torch.Generator("cpu").manual_seed(7),
-        output=list(case.family.products),
-    )
+    made = run_pipe(pipe, case.family, {**case.arguments, "output_type": "pt"}, case.scales)
     sound = sound_of(case.family, pipe, made[case.family.sound][0]) if case.family.sound else None
     return encode_mp4(frames(made["videos"][0]), case.frame_rate, sound)
 
@@ -370,3 +373,12 @@ def test_text_encoders_change_files_while_their_weights_stream(
     for n in (1, 0, 1, 1, 0, 0):
         assert stage(case, where, "encode", adapters=rows[n]).only() == alone[n], n
     assert devices.drivers and devices.violations() == []
+
+
+def test_a_family_without_a_loader_says_so(tiny: Any, tmp_path: Path) -> None:
+    assert {"pixart"} == WITHOUT_LOADER
+    case = CASES["pixart"]
+    path = write_lora(tmp_path / "a.safetensors", factors(tiny(case), "transformer"))
+    where = wearing(context(tiny(case), tmp_path), path)
+    with pytest.raises(RequestError, match="pixart takes no lora: diffusers has no loader"):
+        facts(case, where, use(where, path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,28 @@ def digest(path: Path, where: Any) -> str:
 def whole_pipe(
     family: Family, model_dir: Path, dtype: torch.dtype, guidance: Mapping[str, float]
 ) -> Any:
-    """The family's modular pipeline with all models, for `load_lora_weights`."""
+    """The family's pipeline with all models, for `load_lora_weights`."""
     import diffusers
 
-    pipe = getattr(diffusers, family.pipeline)(pretrained_model_name_or_path=str(model_dir))
+    kind = getattr(diffusers, family.pipeline)
+    if family.encoded:
+        pipe = kind.from_pretrained(model_dir, dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+    pipe = kind(pretrained_model_name_or_path=str(model_dir))
     own = {name: getattr(torch, text) for name, text in family.dtypes.items()}
     pipe.load_components(names=component_names(pipe), dtype={"default": dtype, **own})
     renew_job_state(pipe, guidance)
     return pipe
 
 
-Loaded = Callable[[Any], None]
-"""Puts LoRA files on a whole pipeline, by the pipeline's own methods."""
+def run_pipe(
+    pipe: Any, family: Family, options: Mapping[str, Any], guidance: Mapping[str, float]
+) -> Any:
+    """What a whole pipeline makes of a job with seed 7: modular ones take guidance by guiders."""
+    generator = torch.Generator("cpu").manual_seed(7)
+    if not family.encoded:
+        return pipe(**options, generator=generator, output=list(family.products))
+    scales = {family.guidance[guider]: scale for guider, scale in guidance.items()}
+    made = pipe(**options, **scales, generator=generator, return_dict=False)[0]
+    return {family.output: made}
