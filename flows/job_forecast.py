@@ -32,6 +32,7 @@ def forecast_job(job: Job, *, choice: OffloadChoice, rates: Rates) -> ModelForec
         guidance = max(video.scales.values())
     return forecast_model(
         job.model.directory,
+        sources=job.model.sources,
         family=job.family.name,
         task=job.start.task,
         height=job.height,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages.adapters import Worn
+from stages.adapters import Worn, adapter_file
 from stages.artifacts import ArtifactStore
 from stages.borders import check_border
 from stages.components import component_names, load, prepare, renew_job_state
@@ -167,8 +167,10 @@ def _require_same_files(job: Job) -> None:
     """Refuse a model whose files changed after the request was made.
 
     Its result would be kept under the fingerprint of files that are gone. Costs a `stat` per
-    file while nothing has changed.
+    file while nothing has changed. LoRA files count: their tensors, too, are mapped.
     """
+    for use in job.request.adapters:
+        adapter_file(use, job.context)
     model = job.model
     for name, expected in job.request.components.items():
         found = model.components[name].fingerprint(Path(job.context.home_dir))

@@ -6,6 +6,7 @@ Loads no torch and reads no weight. Rates that were not measured are assumptions
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def forecast_model(
     dtype: str = "auto",
     choice: OffloadChoice | None = None,
     rates: Rates | None = None,
+    sources: Mapping[str, Path] | None = None,
 ) -> ModelForecast:
     """Forecast one picture or video of a model.
 
@@ -63,12 +65,18 @@ def forecast_model(
         guidance_scale: The largest of all guiders'; over 1 computes every step twice.
         encodes_negative: Whether a negative prompt is encoded; by default if it is guided.
         choice: Preset and budgets; None: what the `DDO_*` variables say.
+        sources: Components from elsewhere, as for `open_model`.
 
     Raises:
         ModelError: The directory is no whole model.
         RequestError: A size or setting cannot be used.
     """
-    model = open_model(directory)
+    model = open_model(directory, sources=sources)
+    if single := [part.name for part in model.components.values() if part.single_file]:
+        raise RequestError(
+            f"component {single[0]!r} comes from a single file, which is not forecast; give it as "
+            "a folder"
+        )
     choice, rates = choice or choose_offload(), rates or Rates()
     if choice.preset in ("group", "off"):
         raise RequestError(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from stages.component_sources import choose_sources
 from stages.contracts import StageContext, StageResult
 from stages.errors import ModelError, RequestError, StageError
+from stages.forecasts import forecast_model
 from stages.models import open_model, resolve_model
 from tests.support.chain import context, request, run_stage
 from tests.support.kept_pipes import drop_kept
@@ -199,6 +200,19 @@ def _as_ldm(name: str, levels: int) -> str:
         parts[1:3] = ["up", str(levels - 1 - int(parts[2]))]
     name = ".".join(parts).replace(".resnets.", ".block.")
     return name.replace("samplers.0.conv", "sample.conv")
+
+
+def test_a_forecast_takes_components_from_elsewhere_as_folders(
+    model_dir: Path, trained: Path, tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(model_dir, tmp_path / "bare"))
+    shutil.rmtree(bare / "transformer")
+    elsewhere = {"transformer": trained / "transformer"}
+    found = forecast_model(bare, sources=elsewhere, height=64, width=64)
+    assert found.components == forecast_model(model_dir, height=64, width=64).components
+    single = {"transformer": trained / "transformer" / WEIGHTS}
+    with pytest.raises(RequestError, match="'transformer' comes from a single file, which is not"):
+        forecast_model(model_dir, sources=single, height=64, width=64)
 
 
 def test_sources_are_read_from_their_texts(tmp_path: Path) -> None:
