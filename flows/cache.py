@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 from prefect.cache_policies import CachePolicy
@@ -25,7 +24,7 @@ from prefect.serializers import Serializer
 from pydantic import Field, PrivateAttr
 
 from flows.settings import RunSettings
-from stages.artifacts import ArtifactStore
+from stages.artifacts import ArtifactStore, open_store
 from stages.contracts import ArtifactRef, Record, StageContext, StageRequest, StageResult
 from stages.errors import ERROR_TYPES, ArtifactError, ArtifactMissing, StageError, StageFailed
 
@@ -42,12 +41,6 @@ _active: ContextVar[str | None] = ContextVar("exeunt_store_url", default=None)
 # Prefect reads a record and parses its payload in two calls, and only the first one knows the
 # task run and its store. The first leaves here what it has checked, for the second to take.
 _just_checked = threading.local()
-
-
-@lru_cache(maxsize=8)
-def open_store(url: str) -> ArtifactStore:
-    """The store at `url`, one object per process: it remembers what it has checked."""
-    return ArtifactStore(url)
 
 
 def active_store() -> ArtifactStore:

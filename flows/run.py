@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.batch.scope import current_scope
-from flows.cache import open_store
 from flows.display import Display, current_display
 from flows.fallbacks import Shortage
 from flows.launch import shared_launcher
@@ -28,6 +27,7 @@ from flows.reports.journal import Journal, JournalDisplay
 from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
+from stages.artifacts import open_store
 from stages.contracts import (
     AdapterUse,
     ArtifactRef,
@@ -47,7 +47,7 @@ from stages.protocol import PREVIEW, Done, Failed, Progress, Ready, Warn
 from stages.quantized import quantizer_versions
 from stages.safetensors_header import read_header
 from stages.tokens import truncation_sentence
-from stages.versions import CODE_VERSIONS, adapter_library_versions, library_versions
+from stages.versions import CODE_VERSIONS, adapter_library_versions, defining_versions
 
 
 class Phase:
@@ -278,7 +278,7 @@ class Run:
             "host": platform.node(),
             "store": self.store.url,
             "exeunt": metadata.version("exeunt"),
-            "libraries": library_versions(),
+            "libraries": defining_versions(),
         }
 
     @contextmanager
@@ -329,7 +329,7 @@ class Run:
             update={
                 "adapters": (use.model_copy(update={"scale": 1.0}),),
                 "components": {},
-                "libraries": library_versions() | adapter_library_versions(),
+                "libraries": defining_versions() | adapter_library_versions(),
             }
         )
 
@@ -386,7 +386,7 @@ class Run:
         parts = self.model.components
         methods = {parts[name].quant_method or "" for name in components if name in parts}
         added = adapter_library_versions() if adapters else {}
-        return {**library_versions(), **quantizer_versions(methods), **added}
+        return {**defining_versions(), **quantizer_versions(methods), **added}
 
     def tell_truncation(self, embeds: StageResult) -> None:
         """Tell of a prompt that was longer than its encoder reads, out of the found artifact.

@@ -17,6 +17,7 @@ Launch = Literal["forkserver", "spawn"]
 
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+# As in ddo.attaching, which the flow process does not load.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTING = re.compile(r"\w+:(\[[^\[\]]*\]|[^\s,:\[\]]+)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # outside of brackets

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -346,3 +347,9 @@ class ArtifactStore:
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "exeunt" / "artifacts"
+
+
+@lru_cache(maxsize=8)
+def open_store(url: str) -> ArtifactStore:
+    """The store at `url`, one object per process: it remembers what it has checked."""
+    return ArtifactStore(url)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from stages.adapters import Worn, adapter_file
-from stages.artifacts import ArtifactStore
+from stages.artifacts import ArtifactStore, open_store
 from stages.borders import check_border
 from stages.components import component_names, load, prepare, renew_job_state
 from stages.contracts import (
@@ -284,9 +284,3 @@ def _kept(job: Job) -> _Kept:
     placement = Placement(context.device, context.offload)
     _KEPT.append(_Kept(key=key, pipe=pipe, placement=placement))
     return _KEPT[0]
-
-
-@lru_cache(maxsize=2)
-def open_store(url: str) -> ArtifactStore:
-    """The artifact store of a URL, opened once a process."""
-    return ArtifactStore(url)

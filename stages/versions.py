@@ -14,7 +14,7 @@ they define, and its version is provenance like the device, kept in the stage's 
 
 
 @lru_cache(maxsize=1)
-def library_versions() -> dict[str, str]:
+def defining_versions() -> dict[str, str]:
     """Installed versions of the defining libraries, read without importing them."""
     return {name: metadata.version(name) for name in DEFINING_LIBRARIES}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.batch.rows import Work
-from flows.cache import open_store
 from flows.reports.journal import NAME
+from stages.artifacts import open_store
 
 MOST_RUNS = 20
 """The newest runs of a model; older ones say what an older machine or version took."""

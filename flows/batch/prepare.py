@@ -32,7 +32,7 @@ from stages.contracts import json_digest
 from stages.errors import RequestError
 from stages.models import ModelDirectory
 from stages.text_rules import shown
-from stages.versions import CODE_VERSIONS, library_versions
+from stages.versions import CODE_VERSIONS, defining_versions
 
 NO_PART_OF_A_PICTURE = frozenset(
     {"model", "device", "offload", "device_budget", "host_budget"}
@@ -277,7 +277,7 @@ class _Reader:
                 "configs": {name: part.config_digest for name, part in parts.items()},
                 "weights": {name: part.fingerprint(self._home) for name, part in parts.items()},
                 "code": dict(CODE_VERSIONS),
-                "libraries": dict(library_versions()),
+                "libraries": dict(defining_versions()),
             }
         )
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.batch.results import RowResult
-from flows.cache import open_store
 from flows.reports.charts import duration, size
 from flows.reports.data import Compared
 from flows.reports.journal import read_journal
+from stages.artifacts import open_store
 from stages.errors import ArtifactError
 
 
