@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from flows.batch.scope import current_scope
 from flows.display import Display, current_display
 from flows.fallbacks import Shortage
@@ -28,6 +30,7 @@ from flows.session import StageSession
 from flows.settings import RunSettings
 from flows.tasks import stage_task
 from stages.artifacts import open_store
+from stages.block_inputs import inputs_of_phase
 from stages.contracts import (
     AdapterUse,
     ArtifactRef,
@@ -205,6 +208,7 @@ class Run:
         offload: How models share a GPU with the work; no part of any request.
         loras: LoRA files that the models wear, in order.
         blocks: Digest of reviewed custom blocks, by the name of the block in whose place they run.
+        block_inputs: What they are given besides, by name.
         may_tile: Whether a decode that ran out of memory is done again in tiles.
         timeout_s: Longest time for one request; None waits for ever.
     """
@@ -223,6 +227,7 @@ class Run:
         offload: OffloadChoice | None = None,
         loras: Sequence[Lora] = (),
         blocks: Mapping[str, str] | None = None,
+        block_inputs: Mapping[str, JsonValue] | None = None,
         may_tile: bool = True,
         timeout_s: float | None = None,
         run_id: str = "",
@@ -233,6 +238,7 @@ class Run:
         self.fresh, self.timeout_s, self.may_tile = fresh, timeout_s, may_tile
         self.store = open_store(settings.store_url)
         self.loras, self.blocks = tuple(loras), dict(blocks or {})
+        self.block_inputs = dict(block_inputs or {})
         self._worn = tuple(self._use(lora) for lora in loras)
         self.context = StageContext.model_validate(
             {
@@ -362,6 +368,9 @@ class Run:
             components = {name: self._fingerprint(name) for name in names}
             worn = zip(self._worn, self._inspected[1], strict=True)
             adapters = tuple(use for use, changed in worn if changed & set(names))
+            if self.block_inputs:
+                own = inputs_of_phase(self.block_inputs, self.manifest, stage, options)
+                options = {**options, **own}
         return StageRequest(
             stage=stage,
             code_version=CODE_VERSIONS[stage],

@@ -21,7 +21,8 @@ ID, NAME = "id", "name"
 BATCH_WIDE = frozenset(
     {
         *("model", "dtype", "device", "offload", "device_budget", "host_budget", "component"),
-        *("blocks", "output", "embed_settings", "on_truncate", "vae_tiling", "fresh"),
+        *("blocks", "block_input", "output", "embed_settings", "on_truncate", "vae_tiling"),
+        "fresh",
     }
 )
 """Arguments that are one for all rows: a stage process serves one model on one device, and no

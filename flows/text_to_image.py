@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from prefect.runtime import flow_run
+from pydantic import JsonValue
 
 from flows.batch.scope import remembered
 from flows.cli_arguments import argument_texts
@@ -29,6 +30,7 @@ from flows.run import Run, open_run
 from flows.settings import RunSettings
 from stages import rules
 from stages.artifacts import ArtifactStore
+from stages.block_inputs import parse_block_inputs
 from stages.block_locks import chosen_blocks
 from stages.component_sources import choose_sources
 from stages.contracts import OffloadChoice, OffloadPreset, StageResult
@@ -72,6 +74,7 @@ ARGUMENTS = {
     "model has two transformers; several are added in their order.",
     "blocks": "A folder of custom blocks that was reviewed with `exeunt blocks review`: FOLDER for "
     "all blocks of the pipeline, or NAME=FOLDER for one, such as denoise.denoise=FOLDER.",
+    "block_input": "An input of custom blocks that has no argument of its own, as NAME=VALUE.",
     "dtype": "float32, bfloat16, float16, or auto for that of the model's files.",
     "device": "cpu, cuda, cuda:N, or auto.",
     "offload": "How weights share a GPU with the work; by default DDO_PRESET, else auto, which "
@@ -133,6 +136,7 @@ class Job:
         start: What it starts from: the task, and the pictures that were given.
         loras: What its models wear, in order.
         blocks: Digest of reviewed custom blocks, by the name of the block in whose place they run.
+        block_inputs: What they are given besides, by name.
     """
 
     family: Family
@@ -154,6 +158,7 @@ class Job:
     start: Start = field(default_factory=Start)
     loras: tuple[Lora, ...] = ()
     blocks: Mapping[str, str] = field(default_factory=dict)
+    block_inputs: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def media(self) -> Mapping[str, Any]:
@@ -221,6 +226,7 @@ def check_job(
     max_sequence_length: int | None = None,
     lora: str | Sequence[str] | None = None,
     blocks: str | Sequence[str] | None = None,
+    block_input: str | Sequence[str] | None = None,
     dtype: str = "auto",
     device: str = "auto",
     offload: OffloadPreset | None = None,
@@ -247,8 +253,8 @@ def check_job(
     ArtifactStore(settings.store_url).check_writable()
     own = model_settings(opened.directory)
     loras = choose_loras(lora)
-    folders = [blocks] if isinstance(blocks, str) else list(blocks or ())
-    reviewed = chosen_blocks(settings.home.root, folders)
+    reviewed = chosen_blocks(settings.home.root, _several(blocks))
+    block_inputs = parse_block_inputs(_several(block_input), reviewed)
     configs = {name: opened.components[name].config() for name in ("vae", declared.denoiser)}
     vae, denoiser = configs["vae"], configs[declared.denoiser]
     start = start or check_start(
@@ -327,7 +333,12 @@ def check_job(
         start=start,
         loras=loras,
         blocks=reviewed,
+        block_inputs=block_inputs,
     )
+
+
+def _several(texts: str | Sequence[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts or ())
 
 
 def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
@@ -344,6 +355,7 @@ def begin(job: Job, *, vae_tiling: str, on_truncate: str, fresh: bool) -> Run:
         offload=job.offload,
         loras=job.loras,
         blocks=job.blocks,
+        block_inputs=job.block_inputs,
         may_tile=vae_tiling != "off",
         run_id=flow_run.id or "",
     )

@@ -60,18 +60,24 @@ def test_reviewed_blocks_run_in_stage_processes_and_stand_in_the_picture(
     folder = write_blocks(tmp_path / "blocks")
     sources = read_block_sources(folder)
     write_lock(home, folder, sources)
-    (made,) = z_image(**arguments, blocks=f"denoise.denoise={folder}")
+    given = {"blocks": f"denoise.denoise={folder}", "block_input": "damping=0.5"}
+    (made,) = z_image(**arguments, **given)
     with Image.open(made.path) as opened:
         pixels, texts = np.asarray(opened), opened.info
     where = context(Path(arguments["model"]), home.parent)
     where = where.model_copy(update={"home_dir": str(home)})
-    assert np.array_equal(pixels, picture(where, {"denoise.denoise": sources.digest}))
+    assert np.array_equal(
+        pixels, picture(where, {"denoise.denoise": sources.digest}, {"damping": 0.5})
+    )
     assert sources.digest in json.dumps(texts)
+
+    with pytest.raises(RequestError, match="no block takes an input 'dampening'; the blocks take"):
+        z_image(**arguments, **given | {"block_input": "dampening=0.5"})
 
     (folder / "block.py").write_text(DAMPED["block.py"] + "\n")
     before = dict(launcher.num_processes_started)
     with pytest.raises(ModelError, match=r"block\.py was changed; nothing of it was run"):
-        z_image(**arguments, blocks=f"denoise.denoise={folder}")
+        z_image(**arguments, **given)
     assert launcher.num_processes_started == before
 
 

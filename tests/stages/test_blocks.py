@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.block_inputs import inputs_of_phase, parse_block_inputs
 from stages.block_locks import (
     FOLDER,
     chosen_blocks,
@@ -23,6 +24,7 @@ from stages.block_locks import (
 from stages.block_outline import COMPUTED, outline_entry, outline_file
 from stages.block_sources import MAX_FILE_NBYTES, MAX_NUM_FILES, read_block_sources
 from stages.errors import ModelError, RequestError
+from stages.manifest import Manifest, PhaseFacts
 from tests.support.custom_blocks import DAMPED, ENTRY, marker_line, write_blocks
 
 
@@ -235,6 +237,51 @@ def test_blocks_are_chosen_for_the_whole_pipeline_or_by_name(blocks: Path, locks
     assert chosen_blocks(locks, [f"denoise.denoise={blocks}"]) == {"denoise.denoise": digest}
     with pytest.raises(RequestError, match=r"denoise\.denoise are given twice"):
         chosen_blocks(locks, [f"denoise.denoise={blocks}"] * 2)
+
+
+def test_inputs_of_blocks_are_json_or_texts() -> None:
+    texts = ["damping=0.5", "colours=[1, 2]", "mode=soft", "name=a=b", "on=true"]
+    assert parse_block_inputs(texts, {"pipeline": "0" * 64}) == {
+        "damping": 0.5,
+        "colours": [1, 2],
+        "mode": "soft",
+        "name": "a=b",
+        "on": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["damping"], "expected NAME=VALUE"),
+        (["da mping=1"], "expected NAME=VALUE"),
+        (["a=1", "a=2"], "block_input a is given twice"),
+        (["a=NaN"], "block_input a: nan cannot be part of a request"),
+    ],
+)
+def test_inputs_that_cannot_be_used_are_refused(texts: list[str], told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        parse_block_inputs(texts, {"pipeline": "0" * 64})
+
+
+def test_inputs_without_blocks_are_refused() -> None:
+    with pytest.raises(RequestError, match="has nothing to go to; give --blocks as well"):
+        parse_block_inputs(["damping=0.5"], {})
+
+
+def test_inputs_go_to_the_phase_that_takes_them() -> None:
+    phases = {
+        "encode": PhaseFacts(components=(), options=("prompt",), inputs=()),
+        "denoise": PhaseFacts(components=(), options=("damping", "height"), inputs=()),
+    }
+    manifest = Manifest(family="f", task="t", pipeline="P", phases=phases)
+    found = {
+        stage: inputs_of_phase({"damping": 0.5}, manifest, stage, {"damping": None})
+        for stage in phases
+    }
+    assert found == {"encode": {}, "denoise": {"damping": 0.5}}
+    with pytest.raises(RequestError, match="height is an argument of the command"):
+        inputs_of_phase({"height": 64}, manifest, "denoise", {"height": 128})
 
 
 def test_an_outline_names_imports_calls_and_what_the_block_takes(blocks: Path) -> None:

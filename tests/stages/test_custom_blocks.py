@@ -67,13 +67,19 @@ def stage(
     where: StageContext, blocks: dict[str, str], name: str, *inputs: StageResult, **changes: Any
 ) -> StageResult:
     seed = {"seed": 7} if name == "denoise" else {}
-    options = CASE.requests.get(name, {})
+    options = changes.pop("options", CASE.requests.get(name, {}))
     return run_stage(request(name, options, *inputs, blocks=blocks, **seed, **changes), where)[0]
 
 
-def picture(where: StageContext, blocks: dict[str, str], **changes: Any) -> Any:
+def picture(
+    where: StageContext,
+    blocks: dict[str, str],
+    loop: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     embeds = stage(where, blocks, "encode", **changes)
-    latents = stage(where, blocks, "denoise", embeds, **changes)
+    options = {"options": CASE.requests["denoise"] | (loop or {})}
+    latents = stage(where, blocks, "denoise", embeds, **options, **changes)
     made = stage(where, blocks, "decode", latents, **changes)
     png = ArtifactStore(where.store_url).read(made.artifacts["image-0"])
     return np.asarray(Image.open(io.BytesIO(png)))
