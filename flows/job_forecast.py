@@ -14,39 +14,38 @@ if TYPE_CHECKING:
     from flows.text_to_video import VideoJob
 
 
-def forecast_job(job: Job, *, choice: OffloadChoice, rates: Rates) -> ModelForecast:
+def forecast_job(job: Job, *, choice: OffloadChoice, rates: Rates, **changes: Any) -> ModelForecast:
     """Forecast one picture or video of a job.
 
     Args:
         choice: Preset and budgets.
+        changes: What differs from the job, by the names of `forecast_model`'s arguments.
 
     Raises:
         ModelError: The directory is no whole model.
         RequestError: The preset plans nothing.
     """
-    lengths: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     guidance = job.guidance_scale or 0.0
     if is_video := hasattr(job, "num_frames"):
         video = cast("VideoJob", job)
-        lengths = {"num_frames": video.num_frames, "frame_rate": video.frame_rate}
+        asked = {"num_frames": video.num_frames, "frame_rate": video.frame_rate}
         guidance = max(video.scales.values())
-    return forecast_model(
-        job.model.directory,
-        sources=job.model.sources,
-        family=job.family.name,
-        task=job.start.task,
-        height=job.height,
-        width=job.width,
-        num_media=_num_media(job),
-        num_inference_steps=rules.check_steps(job.num_inference_steps, job.start.strength),
-        guidance_scale=guidance,
-        max_sequence_length=job.max_sequence_length or _tokens(job),
-        encodes_negative=is_video or job.is_guided,
-        dtype=job.dtype,
-        choice=choice,
-        rates=rates,
-        **lengths,
-    )
+    steps = rules.check_steps(job.num_inference_steps, job.start.strength)
+    asked |= {
+        "sources": job.model.sources,
+        "family": job.family.name,
+        "task": job.start.task,
+        "height": job.height,
+        "width": job.width,
+        "num_media": _num_media(job),
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "max_sequence_length": job.max_sequence_length or _tokens(job),
+        "encodes_negative": is_video or job.is_guided,
+        "dtype": job.dtype,
+    }
+    return forecast_model(job.model.directory, choice=choice, rates=rates, **asked | changes)
 
 
 def num_outputs(job: Job) -> tuple[int, int]:

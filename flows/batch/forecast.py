@@ -209,24 +209,21 @@ def _plan(
     jobs: Mapping[Work, int], job: Any, settings: RunSettings
 ) -> tuple[ModelForecast | None, str]:
     """The plan of the largest of the rows, or why there is none."""
-    from stages.forecasts import forecast_model
+    from flows.job_forecast import forecast_job
 
     work = max(jobs, key=lambda each: (each.height * each.width * each.num_frames, each.is_guided))
-    if work.num_frames > 1:
-        return None, "memory of videos is not planned"
     if job.offload.preset in ("group", "off"):
         return None, f"offload {job.offload.preset} plans nothing"
     try:
-        plan = forecast_model(
-            job.model.directory,
-            height=work.height,
-            width=work.width,
-            num_inference_steps=work.num_inference_steps,
-            guidance_scale=2.0 if work.is_guided else 1.0,
-            max_sequence_length=job.max_sequence_length or 512,
-            dtype=job.dtype,
+        plan = forecast_job(
+            job,
             choice=job.offload,
             rates=kept_rates(settings.home),
+            height=work.height,
+            width=work.width,
+            num_frames=work.num_frames,
+            num_inference_steps=work.num_inference_steps,
+            guidance_scale=2.0 if work.is_guided else 1.0,
         )
     except (ModelError, RequestError) as error:
         return None, f"no plan: {error}"

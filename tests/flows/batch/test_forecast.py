@@ -156,3 +156,20 @@ def test_a_stage_that_needs_more_than_the_machines_memory_refuses_the_batch(
     monkeypatch.setattr(forecast, "host_memory_limit_bytes", lambda: 4 * 2**20)
     with pytest.raises(RequestError, match=r"needs 5\.0 MiB of host memory, .* gives 4\.0 MiB"):
         forecasted(tmp_path / "out", {SMALL: 2}).check()
+
+
+def test_videos_are_planned_with_their_frames(tmp_path: Path, home: Path, tiny: Any) -> None:
+    from flows import wan
+    from tests.support.video_cases import VIDEO_CASES
+
+    model = str(tiny(VIDEO_CASES["wan"]))
+    job = wan.check(prompt="a", model=model, output=str(tmp_path), device="cuda")
+    settings = RunSettings.from_env()
+
+    def device_bytes(num_frames: int) -> int:
+        work = Work(
+            height=64, width=64, num_frames=num_frames, num_inference_steps=4, is_guided=True
+        )
+        return forecast_batch({work: 3}, job, tmp_path, settings).device_bytes
+
+    assert 0 < 2 * device_bytes(5) < device_bytes(81)
