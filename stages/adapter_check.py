@@ -20,6 +20,7 @@ from stages.lora_files import require_peft
 from stages.manifest import AdapterFacts
 from stages.meta_models import built_on_meta
 from stages.model_component import Component
+from stages.safetensors_header import read_header
 
 _NAMED = 3  # tensors named in an error
 
@@ -54,6 +55,7 @@ def check_adapter(
             f"of {family.name} that takes one ({', '.join(wearers)}): {_some(strange)}; it is "
             "of another family"
         )
+    _require_none_dropped(path, state, loadable)
     touched: list[str] = []
     for component, prefix in wearers.items():
         if tensors := state.named(prefix):
@@ -70,6 +72,21 @@ def _require_library() -> None:
         raise DependencyError("lora needs a newer peft; pip install -U 'exeunt[adapters]'")
 
 
+def _require_none_dropped(path: Path, state: LoraState, loadable: list[str]) -> None:
+    """Refuse a file of which a converter drops the part of a whole model without a word."""
+    for name in read_header(path).tensors:
+        first = name.partition(".")[0]
+        meant = [each for each in loadable if each == first]
+        if name.startswith("lora_te"):
+            meant = [each for each in loadable if each.startswith("text_encoder")]
+        if meant and not any(state.named(each) for each in meant):
+            raise RequestError(
+                f"lora {path} has tensors for {' or '.join(meant)}, such as {name!r}, which "
+                "diffusers' loader would leave out; convert them to the names of diffusers, or "
+                "remove them"
+            )
+
+
 def _is_in(name: str, prefix: str) -> bool:
     return name.startswith(f"{prefix}.")
 
@@ -82,7 +99,7 @@ def _config_of(part: Component | None) -> Any:
 def _check_fit(path: Path, part: Component, tensors: Mapping[str, torch.Tensor]) -> None:
     module = built_on_meta(part)
     layers = dict(module.named_modules())
-    for name, tensor in _as_peft_names(module, tensors).items():
+    for name, tensor in _as_peft_names(path, part, module, tensors).items():
         layer_name, _, factor = name.partition(".lora_")
         layer = layers.get(layer_name)
         where = f"lora {path}, tensor {name!r}"
@@ -105,7 +122,7 @@ def _check_fit(path: Path, part: Component, tensors: Mapping[str, torch.Tensor])
 
 
 def _as_peft_names(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    path: Path, part: Component, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The names that the loader gives the tensors of one component."""
     from diffusers.utils import (
@@ -119,7 +136,13 @@ def _as_peft_names(
         if "lora_A" not in next(iter(renamed)):
             renamed = convert_unet_state_dict_to_peft(renamed)
         return renamed
-    renamed = convert_state_dict_to_peft(convert_state_dict_to_diffusers(renamed))
+    try:
+        renamed = convert_state_dict_to_peft(convert_state_dict_to_diffusers(renamed))
+    except ValueError as error:
+        raise RequestError(
+            f"lora {path} names layers of {part.name} in a way that diffusers does not know, such "
+            f"as {next(iter(tensors))!r}; convert it to the names of diffusers"
+        ) from error
     if not hasattr(module, "text_model"):
         renamed = {name.removeprefix("text_model."): each for name, each in renamed.items()}
     return renamed

@@ -82,3 +82,27 @@ def test_a_component_is_named_that_takes_one(flux: Case, tiny: Any, tmp_path: Pa
     wan = VIDEO_CASES["wan"]
     with pytest.raises(RequestError, match=r"'transformer_2', but .* wan .* are transformer$"):
         checked(wan, tiny(wan), path, "transformer_2")
+
+
+def test_a_part_that_the_loader_would_leave_out_is_told(
+    flux: Case, tiny: Any, tmp_path: Path
+) -> None:
+    """kohya's factors under diffusers' prefix: the loader reads the transformer's alone."""
+    names = "text_encoder.encoder.layers.0.self_attn.q_proj.lora_"
+    tensors = {f"{names}down.weight": torch.zeros(2, 32), f"{names}up.weight": torch.zeros(32, 2)}
+    tensors |= factors(tiny(flux), "transformer")
+    path = write_lora(tmp_path / "odd.safetensors", tensors)
+    with pytest.raises(RequestError, match=r"has tensors for text_encoder, such as .*leave out"):
+        checked(flux, tiny(flux), path)
+
+
+def test_layers_of_a_text_encoder_that_the_loader_cannot_name_are_told(
+    tiny: Any, tmp_path: Path
+) -> None:
+    sdxl = CASES["sdxl"]
+    layer = "lora_te1_text_model_encoder_layers_0_self_attn_q_proj"
+    tensors = {f"{layer}.lora_down.weight": torch.zeros(2, 32)}
+    tensors |= {f"{layer}.lora_up.weight": torch.zeros(32, 2), f"{layer}.alpha": torch.tensor(1.0)}
+    path = write_lora(tmp_path / "part.safetensors", tensors)
+    with pytest.raises(RequestError, match=r"names layers of text_encoder in a way that diffusers"):
+        checked(sdxl, tiny(sdxl), path)

@@ -231,6 +231,48 @@ def test_files_of_kohyas_trainer_keep_their_alpha(tiny: Any, tmp_path: Path) -> 
     assert np.array_equal(found, whole(case, model_dir, {path: 0.6}, torch.float32))
 
 
+def test_kohyas_names_of_text_encoders_are_read(tiny: Any, tmp_path: Path) -> None:
+    case = CASES["sdxl"]
+    model_dir, tensors = tiny(case), {}
+    for number, component in (("1", "text_encoder"), ("2", "text_encoder_2")):
+        for name, tensor in factors(model_dir, component, seed=int(number)).items():
+            layer, _, factor = name.partition(".")[2].partition(".lora_linear_layer.")
+            layer = layer if layer.startswith("text_model.") else f"text_model.{layer}"
+            flat = f"lora_te{number}_" + layer.replace(".", "_")
+            tensors[f"{flat}.lora_{factor}"] = tensor
+            tensors[f"{flat}.alpha"] = torch.tensor(1.0)
+    path = write_lora(tmp_path / "kohya.safetensors", tensors)
+    where = wearing(context(model_dir, tmp_path), path)
+    worn = use(where, path, 0.6)
+    assert facts(case, where, worn) == {"text_encoder", "text_encoder_2"}
+    found = picture(case, where, encode=(worn,))
+    assert not np.array_equal(found, picture(case, where))
+    assert np.array_equal(found, whole(case, model_dir, {path: 0.6}, torch.float32))
+
+
+def test_the_names_of_fluxs_makers_are_read(tiny: Any, tmp_path: Path) -> None:
+    """Query, key and value are one layer there."""
+    case = CASES["flux"]
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, (num_out, num_in) in {
+        "double_blocks_0_img_attn_qkv": (96, 32),
+        "double_blocks_0_txt_mlp_0": (128, 32),
+        "single_blocks_0_linear2": (32, 160),
+    }.items():
+        down = torch.randn(2, num_in, generator=generator)
+        tensors[f"lora_unet_{name}.lora_down.weight"] = down / num_in**0.5
+        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.randn(num_out, 2, generator=generator)
+        tensors[f"lora_unet_{name}.alpha"] = torch.tensor(1.0)
+    path = write_lora(tmp_path / "flux.safetensors", tensors)
+    where = wearing(context(tiny(case), tmp_path), path)
+    worn = use(where, path, 0.6)
+    assert facts(case, where, worn) == {"transformer"}
+    found = picture(case, where, denoise=(worn,))
+    assert not np.array_equal(found, picture(case, where))
+    assert np.array_equal(found, whole(case, tiny(case), {path: 0.6}, torch.float32))
+
+
 def test_what_a_file_says_of_its_training_counts(tiny: Any, tmp_path: Path) -> None:
     case = CASES["flux"]
     tensors = factors(tiny(case), "transformer")

@@ -15,7 +15,7 @@ from stages.fingerprints import file_sha256
 from stages.meta_models import built_on_meta
 from stages.models import open_model
 
-LAYERS = ("to_q", "to_v", "q_proj", "v_proj", "linear_1")
+LAYERS = ("to_q", "to_v", "q_proj", "v_proj", "out_proj", "linear_1")
 RANK = 2
 
 
