@@ -38,9 +38,11 @@ def parse_nbytes(value: int | str) -> int:
 
 
 def show_nbytes(nbytes: int) -> str:
-    """An amount for people: `1.50 GiB`, `12.0 MiB`, `300 bytes`."""
+    """An amount for people: `1.50 GiB`, `12.0 MiB`, `3.4 KiB`, `300 bytes`."""
     if abs(nbytes) >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
     if abs(nbytes) >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
+    if abs(nbytes) >= KIB:
+        return f"{nbytes / KIB:.1f} KiB"
     return f"{nbytes} bytes"

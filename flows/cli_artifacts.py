@@ -11,6 +11,7 @@ from datetime import timedelta
 from flows.exit_codes import EXIT_OK, EXIT_STORE
 from flows.settings import RunSettings
 from stages.artifacts import ArtifactStore
+from stages.shown_sizes import show_nbytes
 
 DAY_S = timedelta(days=1).total_seconds()
 DEFAULT_KEEP_DAYS = 30.0
@@ -65,11 +66,12 @@ def _ls(store: ArtifactStore, as_json: bool) -> int:
     for each in objects:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.modified_s))
         what = f"{'+'.join(each.stages) or '-':<8}  {each.media_type or 'unknown'}"
-        print(f"{each.digest[:16]}  {_size(each.size):>10}  {when}  {what}")
-    print(f"{len(objects)} artifacts, {_size(sum(each.size for each in objects))} in {store.url}")
+        print(f"{each.digest[:16]}  {show_nbytes(each.size):>10}  {when}  {what}")
+    total = show_nbytes(sum(each.size for each in objects))
+    print(f"{len(objects)} artifacts, {total} in {store.url}")
     if checkpoints := store.all_checkpoints():
         num_requests = len({each.request_digest for each in checkpoints})
-        size = _size(sum(each.size for each in checkpoints))
+        size = show_nbytes(sum(each.size for each in checkpoints))
         print(f"besides, {size} in checkpoints of {num_requests} unfinished denoises")
     return EXIT_OK
 
@@ -99,15 +101,6 @@ def _gc(store: ArtifactStore, options: argparse.Namespace) -> int:
     print(
         f"{verb} {len(report.records)} records, {len(report.objects)} artifacts, "
         f"{len(report.checkpoints)} checkpoints and {len(report.leftovers)} leftovers: "
-        f"{_size(report.freed_bytes)}"
+        f"{show_nbytes(report.freed_bytes)}"
     )
     return EXIT_OK
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")

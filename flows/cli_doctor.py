@@ -14,8 +14,7 @@ from flows.doctor import examine
 from flows.exit_codes import EXIT_OK, EXIT_STAGE_FAILED
 from flows.settings import RunSettings
 from stages.rules import check_device_name
-
-GIB = 1 << 30
+from stages.shown_sizes import show_nbytes
 
 
 def run(name: str, arguments: list[str]) -> int:
@@ -67,15 +66,15 @@ def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "device", _device(found)
     yield from _gpu_lines(found)
     if (memory := found["memory"]) is not None:
-        limit = _size(memory["limit_bytes"])
-        left = _size(memory["available_bytes"])
+        limit = show_nbytes(memory["limit_bytes"])
+        left = show_nbytes(memory["available_bytes"])
         yield "memory", f"{left} left by {memory['limited_by']}, limit {limit}"
     if (file := found["file"]) is not None:
         first, again = (_rate(file[f"{n}_bytes_per_s"]) for n in ("first", "again"))
         yield "file", f"{first} at first, {again} from memory: {file['path']}"
     home, store = found["home"], found["store"]
     if home["is_writable"]:
-        yield "home", f"{home['path']} can be written, {_size(home['free_bytes'])} free"
+        yield "home", f"{home['path']} can be written, {show_nbytes(home['free_bytes'])} free"
     else:
         yield "home", f"{home['path']} cannot be written"
     yield "store", f"{store['url']} {'can' if store['is_writable'] else 'cannot'} be written"
@@ -96,7 +95,7 @@ def _device(found: dict[str, Any]) -> str:
 def _gpu_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if (gpu := found["gpu"]) is not None:
         capability = ".".join(map(str, gpu["compute_capability"]))
-        total, free = _size(gpu["total_bytes"]), _size(gpu["free_bytes"])
+        total, free = show_nbytes(gpu["total_bytes"]), show_nbytes(gpu["free_bytes"])
         yield "gpu", f"{gpu['name']}, compute capability {capability}, {free} of {total} free"
     if (driver := found["driver"]) is not None:
         yield "driver", driver
@@ -122,10 +121,6 @@ def _prefect(prefect: dict[str, Any]) -> str:
     if prefect["mode"] == "local" and not prefect["is_healthy"]:
         text += "; a run starts it again"
     return text
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
 
 
 def _rate(bytes_per_s: float) -> str:

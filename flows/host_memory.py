@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from stages.shown_sizes import show_nbytes
+
 
 class MemoryWatch:
     """What speaks for or against host memory as the cause of a process's death."""
@@ -28,15 +30,11 @@ class MemoryWatch:
     def verdict(self, *, is_killed: bool) -> str:
         """The memory part of a crash message."""
         limit_bytes = host_memory_limit_bytes()
-        facts = f"limit {_size(limit_bytes)}, last RSS {_size(self._rss_bytes)}"
+        facts = f"limit {show_nbytes(limit_bytes)}, last RSS {show_nbytes(self._rss_bytes)}"
         is_near = self._rss_bytes > 0.8 * limit_bytes
         if is_killed and (is_near or num_oom_kills() > self._num_oom_kills):
             return f", likely out of host memory: {facts}; raise the limit or lower the host budget"
         return f" (host memory: {facts})"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def host_memory_limit_bytes(root: Path = Path("/")) -> int:

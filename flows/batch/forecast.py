@@ -21,6 +21,7 @@ from flows.machine import kept_rates
 from flows.settings import RunSettings
 from stages.errors import ModelError, RequestError
 from stages.forecast_records import ModelForecast
+from stages.shown_sizes import show_nbytes
 
 STAGES = ("encode", "condition", "denoise", "decode")
 
@@ -99,11 +100,11 @@ class BatchForecast:
 
     def sentence(self) -> str:
         """The forecast in one line for people."""
-        parts = [f"{size(disk.need_bytes)} of {disk.holds}" for disk in self.disks]
+        parts = [f"{show_nbytes(disk.need_bytes)} of {disk.holds}" for disk in self.disks]
         if self.host_bytes:
-            parts.append(f"{size(self.host_bytes)} of host memory")
+            parts.append(f"{show_nbytes(self.host_bytes)} of host memory")
         if self.device_bytes:
-            parts.append(f"{size(self.device_bytes)} of the device")
+            parts.append(f"{show_nbytes(self.device_bytes)} of the device")
         time = spoken(self.elapsed_s)
         parts.append(f"about {time}" if time else "time not known before the first rows")
         return f"{self.num_rows} rows take at most {', '.join(parts)}"
@@ -263,12 +264,14 @@ def _problems(
     for disk in disks:
         if not disk.fits:
             yield (
-                f"{disk.holds} need {size(disk.need_bytes)} in {disk.folder}, where "
-                f"{size(disk.free_bytes)} can be used; free some space, or choose another disk"
+                f"{disk.holds} need {show_nbytes(disk.need_bytes)} in {disk.folder}, where "
+                f"{show_nbytes(disk.free_bytes)} can be used; free some space, or choose "
+                "another disk"
             )
     if host > (limit := host_memory_limit_bytes()):
         yield (
-            f"a stage needs {size(host)} of host memory, this machine gives {size(limit)}; "
+            f"a stage needs {show_nbytes(host)} of host memory, this machine gives "
+            f"{show_nbytes(limit)}; "
             "choose a dtype that is that of the model's files, or another machine"
         )
     for part in plan.components if plan is not None else ():
@@ -282,11 +285,3 @@ def _basis(past: Past, seconds: Mapping[str, float], plan: ModelForecast | None)
     if seconds and plan is not None:
         return "from the model's plan: " + "; ".join(plan.notes)
     return "from the model's configurations; no earlier run is known"
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes / 2**10:.0f} KiB"

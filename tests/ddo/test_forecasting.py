@@ -70,7 +70,7 @@ def test_without_a_rate_of_computation_times_are_left_open(folder):
 
 
 def test_a_budget_that_no_plan_fits_names_the_need(folder):
-    with pytest.raises(PlanError, match=r"at least 32768 bytes"):
+    with pytest.raises(PlanError, match=r"at least 32.0 KiB"):
         ask(folder, 20_000)
     with pytest.raises(SettingsError, match="device_budget is not set"):
         forecast(folder, OffloadSettings(), num_tokens=1)

@@ -23,7 +23,8 @@ def test_what_is_no_amount_is_refused(text):
 
 
 def test_amounts_are_shown_in_the_largest_unit_that_they_reach():
-    assert [show_nbytes(n) for n in (12, 3 << 20, 5 * GIB)] == ["12 bytes", "3.0 MiB", "5.00 GiB"]
+    shown = ["12 bytes", "3.4 KiB", "3.0 MiB", "5.00 GiB"]
+    assert [show_nbytes(n) for n in (12, 3500, 3 << 20, 5 * GIB)] == shown
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def test_checkpoints_are_told_of_where_there_are_any(
     assert "unfinished" not in output(capsys, "artifacts", "ls")
     store.checkpoints(request("denoise", {})).write(4, b"latents")
     told = output(capsys, "artifacts", "ls")
-    assert told.endswith("besides, 7 B in checkpoints of 1 unfinished denoises\n")
-    assert "would remove 0 records, 0 artifacts, 0 checkpoints and 0 leftovers: 0 B" in output(
+    assert told.endswith("besides, 7 bytes in checkpoints of 1 unfinished denoises\n")
+    assert "would remove 0 records, 0 artifacts, 0 checkpoints and 0 leftovers: 0 bytes" in output(
         capsys, "artifacts", "gc", "--dry-run"
     )
 

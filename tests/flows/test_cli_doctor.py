@@ -78,7 +78,7 @@ def test_what_a_gpu_can_do_is_shown_and_kept_for_plans(
 ) -> None:
     code, out, _ = consult(capsys)
     assert code == 0
-    assert "Some GPU, compute capability 9.0, 10.0 GiB of 12.0 GiB free" in out
+    assert "Some GPU, compute capability 9.0, 10.00 GiB of 12.00 GiB free" in out
     assert "580.159.03" in out
     assert "available; the device can read weight files by itself" in out
     assert "55.00 GB/s from pinned memory, 8.50 GB/s from pageable memory" in out

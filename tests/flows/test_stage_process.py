@@ -78,7 +78,7 @@ def test_a_kill_near_the_memory_limit_is_called_so(
             ask(session, "signal", signal.SIGKILL)
 
     assert str(caught.value).startswith(
-        "phase denoise killed by signal 9 (SIGKILL), likely out of host memory: limit 4 MiB, "
+        "phase denoise killed by signal 9 (SIGKILL), likely out of host memory: limit 4.0 MiB, "
         "last RSS "
     )
 
