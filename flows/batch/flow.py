@@ -6,8 +6,7 @@ Each chunk is a sub-flow, so that Prefect lets go of what it keeps of its task r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from prefect.runtime import flow_run
 
 from flows.batch import prepare, results
 from flows.batch.backlog import Backlog, recorded_task_runs
+from flows.batch.chunks import run_in_sub_flow
 from flows.batch.display import BatchDisplay, to_log
 from flows.batch.errors import TableError
 from flows.batch.families import BatchFamily, batch_family
@@ -24,7 +24,6 @@ from flows.batch.forecast import BatchForecast, forecast_batch
 from flows.batch.journal import Journal
 from flows.batch.passes import Passes
 from flows.batch.progress import Plan
-from flows.batch.rows import PreparedRow
 from flows.batch.scope import remembering
 from flows.display import current_display, showing
 from flows.row_names import DEFAULT_TEMPLATE
@@ -32,6 +31,8 @@ from flows.settings import RunSettings
 from flows.table_columns import BATCH_WIDE
 from stages.contracts import Record
 from stages.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK = 500
 MAX_CHUNK = 5_000
@@ -140,7 +141,7 @@ def batch(
                 for number, rows in enumerate(prepared.chunks(chunk), 1):
                     if number > 1:
                         results.write(journal.output, journal.results(), about)
-                    _in_sub_flow(number, rows, passes, chunk_runs)
+                    run_in_sub_flow(number, rows, passes, chunk_runs)
         finally:
             path = results.write(journal.output, journal.results(), about)
         display.batch_ends()
@@ -154,32 +155,6 @@ def batch(
         num_invalid=counts["invalid"],
         num_run=passes.num_ended,
     )
-
-
-# ---- chunks --------------------------------------------------------------------------------
-
-_work: ContextVar[Callable[[], None]] = ContextVar("exeunt_chunk")
-
-
-@flow(name="batch-chunk", flow_run_name="chunk {number}", persist_result=False)
-def batch_chunk(number: int, num_rows: int) -> None:
-    """One chunk of a batch; it runs inside of the batch alone."""
-    del number, num_rows  # they are for people
-    _work.get()()
-
-
-def _in_sub_flow(
-    number: int, rows: Sequence[PreparedRow], passes: Passes, chunk_runs: list[str]
-) -> None:
-    def run_chunk() -> None:
-        chunk_runs.append(flow_run.id or "")
-        passes.run_chunk(rows)
-
-    token = _work.set(run_chunk)
-    try:
-        batch_chunk(number, len(rows))
-    finally:
-        _work.reset(token)
 
 
 # ---- what was asked for --------------------------------------------------------------------
