@@ -57,13 +57,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kind", choices=["modular", "classic"], default="modular")
     parser.add_argument("--edge", type=int, default=128, help="pixels")
+    parser.add_argument("--rows-per-prompt", type=int, default=1)
     options = parser.parse_args()
     environ = {"OMP_NUM_THREADS": str(options.threads), "EXEUNT_DEVICE": "cpu"}
     with tempfile.TemporaryDirectory(prefix="exeunt-batch-bench-") as name:
         folder, model = Path(name), resolve_model("miniature")
         if options.what == "many":
             environ |= STUB
-        bench = Bench(Victim(folder / "home", model, environ), folder, options.edge)
+        victim = Victim(folder / "home", model, environ)
+        bench = Bench(victim, folder, options.edge, options.rows_per_prompt)
         bench.batch("warm", bench.table("warm", range(2)))  # starts the server, inspects the model
         try:
             match options.what:
@@ -80,18 +82,19 @@ def main() -> None:
 class Bench:
     """Runs tables in one home."""
 
-    def __init__(self, victim: Victim, folder: Path, edge: int) -> None:
+    def __init__(self, victim: Victim, folder: Path, edge: int, rows_per_prompt: int) -> None:
         self.victim, self.folder, self.edge = victim, folder, edge
+        self.rows_per_prompt = rows_per_prompt
         self._environ = victim.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
     def table(self, name: str, numbers: range) -> Path:
-        """A table of rows, each with a prompt and a seed of its own."""
+        """A table of rows, each with a seed of its own."""
         path = self.folder / f"{name}.csv"
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["id", "prompt", "seed", "height", "width"])
             for n in numbers:
-                prompt = f"a red circle and {n} blue squares, {name}"
+                prompt = f"a red circle and {n // self.rows_per_prompt} blue squares, {name}"
                 writer.writerow([f"{n:06d}", prompt, n, self.edge, self.edge])
         return path
 
@@ -127,7 +130,7 @@ class Bench:
         before = self.recorded()
         cost = self.batch("many", table, "--num-inference-steps", "2", "--guidance-scale", "1")
         ended = time.monotonic()
-        expected = before + 3 * num_rows
+        expected = before + 2 * num_rows + -(-num_rows // self.rows_per_prompt)
         while (found := self.recorded()) < expected:
             if time.monotonic() - ended > BACKLOG_GIVE_UP_S:
                 break
