@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from PIL import Image
 pytest.importorskip("peft", reason="peft is not installed")
 
 from stages import offload
-from stages.adapters import lora_loader
+from stages.adapters import loadable_modules, lora_loader
 from stages.artifacts import ArtifactStore
 from stages.contracts import AdapterUse, OffloadChoice, StageContext, StageResult
 from stages.errors import ModelError, RequestError
+from stages.families import FAMILIES, family_named
 from stages.manifest import AdapterFacts
 from stages.mp4 import encode_mp4
 from stages.videos import frames, sound_of
@@ -320,6 +322,16 @@ def test_a_video_has_the_bits_of_the_whole_pipeline(name: str, tiny: Any, tmp_pa
     assert made == whole_video(case, model_dir, lambda pipe: wear(pipe, path, 0.8))
 
 
+def test_connectors_wear_files_in_the_phase_that_loads_them(tiny: Any, tmp_path: Path) -> None:
+    case = VIDEO_CASES["ltx2"]
+    model_dir = tiny(case)
+    path = write_lora(tmp_path / "a.safetensors", factors(model_dir, "connectors"))
+    where = wearing(context(model_dir, tmp_path), path)
+    made = made_of(case, model_dir, where, {"connectors": use(where, path)})
+    assert made == whole_video(case, model_dir, lambda pipe: wear(pipe, path, 1.0))
+    assert made != made_of(case, model_dir, where, {})
+
+
 def wear(pipe: Any, path: Path, scale: float, **options: Any) -> None:
     name = f"a{len(options)}"
     pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name, **options)
@@ -424,3 +436,18 @@ def test_a_family_without_a_loader_says_so(tiny: Any, tmp_path: Path) -> None:
     where = wearing(context(tiny(case), tmp_path), path)
     with pytest.raises(RequestError, match="pixart takes no lora: diffusers has no loader"):
         facts(case, where, use(where, path))
+
+
+def test_the_page_tells_what_each_family_wears() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "use-loras-and-quantized-weights.md"
+    told: dict[str, str] = {}
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = line.split("|")
+        if len(cells) == 4:
+            told |= dict.fromkeys(re.findall(r"`([a-z0-9-]+)`", cells[1]), cells[2].strip())
+    listed = told.keys() & FAMILIES.keys()
+    assert len(listed) > 20
+    for name in listed:
+        loader = lora_loader(family_named(name))
+        expected = ", ".join(loadable_modules(loader)) if loader else "none"
+        assert told[name].startswith(expected), name
