@@ -12,6 +12,7 @@ from flows.batch.past import read_past
 from flows.batch.rows import Work
 from flows.settings import RunSettings
 from stages.errors import RequestError
+from stages.media import read_settings
 from tests.flows.batch.conftest import Nights
 
 
@@ -39,3 +40,15 @@ def test_a_batch_that_cannot_fit_starts_nothing_unless_it_is_told_to(
         assert past.seconds(stage, work)
         assert past.nbytes(stage, work)
     assert past.peak_host_bytes > 10 * 2**20
+
+
+def test_each_file_says_which_row_it_is(nights: Nights) -> None:
+    rows = [{"id": f"row-{n}", "prompt": f"a fox, {n}", "seed": 2**64 - 1 - n} for n in range(2)]
+    nights.write(rows)
+    ran = nights.run()
+    for row in rows:
+        settings = read_settings(nights.output / f"{row['id']}.png")
+        assert settings.row_id == row["id"]
+        assert (settings.prompt, settings.seed) == (row["prompt"], row["seed"])
+        assert settings.artifacts == ran.rows[str(row["id"])].digests
+        assert {"transformer", "text_encoder", "vae"} <= settings.model_hashes.keys()
