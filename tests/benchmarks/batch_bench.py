@@ -1,13 +1,13 @@
 """What a batch costs beside a plain diffusers loop over the same rows.
 
-usage: python -m tests.benchmarks.batch_bench loop [--rows 1000] [--blocks 4] [--threads 1]
+usage: python -m tests.benchmarks.batch_bench loop [--rows 1000] [--threads 1]
            [--kind modular]
        python -m tests.benchmarks.batch_bench each [--rows 10] [--threads 1]
        python -m tests.benchmarks.batch_bench many [--rows 10000] [--threads 1]
 
-Prints JSON lines. `loop` runs blocks of the rows in turn, plain and as a batch, so that a drift
-of the machine hits both; `each` starts a process for every row; `many` runs rows of the smallest
-size on a stub denoiser and then waits until the server has recorded every task run.
+Prints JSON lines. `loop` runs the rows plain and as a batch, in slices of three seconds that take
+turns, so that a drift of the machine hits both; `each` starts a process for every row; `many` runs
+rows of little work on a stub denoiser and then waits until the server has recorded every task run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from flows.batch import results
 from stages.models import resolve_model
 from tests.support.kills import Victim
 from tests.support.stub_denoiser import ENVIRON as STUB
+from tests.support.turns import Contender, take_turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BACKLOG_GIVE_UP_S = 900.0
@@ -53,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["loop", "each", "many"])
     parser.add_argument("--rows", type=int)
-    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kind", choices=["modular", "classic"], default="modular")
     parser.add_argument("--edge", type=int, default=128, help="pixels")
@@ -70,7 +71,7 @@ def main() -> None:
         try:
             match options.what:
                 case "loop":
-                    bench.loop(options.rows or 1000, options.blocks, options.kind)
+                    bench.loop(options.rows or 1000, options.kind)
                 case "each":
                     bench.each(options.rows or 10, options.kind)
                 case _:
@@ -98,18 +99,21 @@ class Bench:
                 writer.writerow([f"{n:06d}", prompt, n, self.edge, self.edge])
         return path
 
-    def loop(self, num_rows: int, num_blocks: int, kind: str) -> None:
-        """Blocks of rows, plain and as a batch in turn; prints each and the sums."""
-        sums = {"plain": 0.0, "batch": 0.0}
-        size = num_rows // num_blocks
-        for block in range(num_blocks):
-            table = self.table(f"block{block}", range(block * size, (block + 1) * size))
-            costs = {"plain": self.plain(table, kind), "batch": self.batch(f"b{block}", table)}
-            for name, cost in costs.items():
-                sums[name] += cost.wall_s
-                tell(what=name, kind=kind, rows=size, **asdict(cost))
-        ratio = sums["batch"] / sums["plain"]
-        tell(what="ratio", rows=size * num_blocks, ratio=round(ratio, 4), **sums)
+    def loop(self, num_rows: int, kind: str) -> None:
+        """The rows plain and as a batch, in slices of seconds that take turns."""
+        table = self.table("loop", range(num_rows))
+        with (self.folder / "log.txt").open("ab") as log:
+            plain = self._start(self._plain_command(table, kind), log, {"EXEUNT_HOME": "/plain"})
+            batch = self._start(self._batch_command("loop", table), log, {})
+            contenders = {
+                "plain": Contender(plain, lambda: [plain.pid] if plain.poll() is None else []),
+                "batch": Contender(batch, lambda: list(self.victim.processes())),
+            }
+            take_turns(contenders)
+        self._require_all_done("loop", num_rows)
+        spent = {name: round(each.wall_s, 2) for name, each in contenders.items()}
+        ratio = spent["batch"] / spent["plain"]
+        tell(what="loop", kind=kind, rows=num_rows, ratio=round(ratio, 4), **spent)
 
     def each(self, num_rows: int, kind: str) -> None:
         """One plain process per row, against the batch's rows."""
@@ -147,20 +151,39 @@ class Bench:
 
     def plain(self, table: Path, kind: str) -> Cost:
         """The rows in one plain process."""
+        return self._run(self._plain_command(table, kind))
+
+    def _plain_command(self, table: Path, kind: str) -> list[str]:
         module = "tests.benchmarks.batch_plain"
         arguments = [str(table), str(self.folder / f"plain-{table.stem}"), str(self.victim.model)]
-        return self._run([sys.executable, "-m", module, *arguments, kind])
+        return [sys.executable, "-m", module, *arguments, kind]
 
     def batch(self, name: str, table: Path, *more: str) -> Cost:
         """The rows as a batch in an output folder of its own; every one has to be done."""
-        output = self.folder / f"out-{name}"
-        command = [sys.executable, "-m", "flows", "batch", str(table), "--family", "z-image"]
-        cost = self._run(
-            [*command, "--model", str(self.victim.model), "--output", str(output), *more]
-        )
-        states = {row.status for row in results.read(output / results.NAME)}
-        assert states == {"done"}, states
+        cost = self._run(self._batch_command(name, table, *more))
+        self._require_all_done(name)
         return cost
+
+    def _batch_command(self, name: str, table: Path, *more: str) -> list[str]:
+        command = [sys.executable, "-m", "flows", "batch", str(table), "--family", "z-image"]
+        output = str(self.folder / f"out-{name}")
+        return [*command, "--model", str(self.victim.model), "--output", output, *more]
+
+    def _require_all_done(self, name: str, num_rows: int | None = None) -> None:
+        found = results.read(self.folder / f"out-{name}" / results.NAME)
+        states = {row.status for row in found}
+        assert states == {"done"} and num_rows in (None, len(found)), (states, len(found))
+
+    def _start(
+        self, command: list[str], log: Any, environ: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=self._environ | environ,
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
     def recorded(self) -> int:
         """Task runs that the server knows."""
@@ -184,9 +207,7 @@ class Bench:
         start = time.perf_counter()
         peak = 0
         with (self.folder / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                command, env=self._environ, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
-            )
+            process = self._start(command, log, {})
             done = threading.Event()
 
             def watch() -> None:
