@@ -68,13 +68,14 @@ def _encoded(vae: Any, picture: torch.Tensor) -> torch.Tensor:
     """One picture's latents `(1, C, H, W)`, scaled as a denoiser has them."""
     is_video = getattr(vae, "encoder", None) is not None and _takes_frames(vae)
     given = picture.unsqueeze(2) if is_video else picture
-    latents = vae.encode(given).latent_dist.mode()
+    latents: torch.Tensor = vae.encode(given).latent_dist.mode()
     latents = latents[:, :, 0] if is_video else latents
     config = vae.config
     if config.get("latents_mean") is not None and config.get("latents_std") is not None:
         mean, std = (torch.tensor(config[name]) for name in ("latents_mean", "latents_std"))
         return (latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
-    shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
+    shift = float(config.get("shift_factor") or 0.0)
+    scale = float(config.get("scaling_factor") or 1.0)
     return (latents - shift) * scale
 
 
@@ -88,11 +89,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m stages.latent_rgb", description=__doc__)
     parser.add_argument("model", help="a model directory, or miniature")
-    model = open_model(resolve_model(parser.parse_args().model))
-    vae = model.components.get("vae")
+    name = parser.parse_args().model
+    try:
+        vae = open_model(resolve_model(name)).components.get("vae")
+    except ModelError as error:
+        parser.error(str(error))
     if vae is None or not vae.class_name.startswith("AutoencoderKL"):
         found = "no VAE" if vae is None else f"a {vae.class_name}"
-        raise ModelError(f"model {model.directory} has {found}; a fit takes an AutoencoderKL")
+        parser.error(f"model {name} has {found}; a fit takes an AutoencoderKL")
     kind = getattr(diffusers, vae.class_name)
     loaded = kind.from_pretrained(vae.directory, variant=vae.variant, torch_dtype=torch.float32)
     print(json.dumps({"latent_rgb": fit(loaded.eval())}))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from stages.latent_rgb import coloured_pictures, fit
+from stages.latent_rgb import coloured_pictures, fit, main
 from stages.models import MINIATURE
 from stages.previews import read_latent_rgb, to_picture
 from tests.support.tiny_videos import wan_vae
@@ -58,3 +60,13 @@ def test_the_miniature_is_shown_in_its_colours() -> None:
 def test_pictures_to_fit_by_are_the_same_each_time() -> None:
     assert torch.equal(coloured_pictures(4, 16, seed=0), coloured_pictures(4, 16, seed=0))
     assert coloured_pictures(4, 16, seed=0).abs().max() <= 1
+
+
+def test_a_model_without_such_a_vae_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["latent_rgb", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "model directory is missing" in capsys.readouterr().err
