@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -67,6 +68,7 @@ class StageSession:
         # Guards _process. Reentrant: `close` may run in a signal handler over `run`.
         self._state = threading.RLock()
         self._process: StageProcess | None = None
+        self._events: deque[Event] = deque()  # those that are read and not yet told
         self._runner: int | None = None  # the thread that has the turn in `run`
         self._is_closed = False
 
@@ -91,16 +93,11 @@ class StageSession:
         """
         if request.stage != self.stage:
             raise RequestError(f"the session of phase {self.stage} got a {request.stage} request")
-        try:
-            line = Run(request=request, context=context, label=request.label).model_dump_json()
-        except ValueError as error:
-            raise RequestError(
-                f"request of phase {self.stage} is no UTF-8 text: {error}"
-            ) from error
+        line = self._line(request, context)
         with self._turn:
             self._runner = threading.get_ident()
             try:
-                answer = self._answer(self._living_process(), line.encode() + b"\n")
+                answer = self._answer(self._living_process(), request, line)
             except BaseException:
                 self._discard()
                 raise
@@ -170,22 +167,41 @@ class StageSession:
             process.kill()
             process.release()
 
-    def _answer(self, process: StageProcess, line: bytes) -> Done | Failed:
+    def _line(self, request: StageRequest, context: StageContext) -> bytes:
+        try:
+            run = Run(request=request, context=context, label=request.label)
+            return run.model_dump_json().encode() + b"\n"
+        except ValueError as error:
+            raise RequestError(
+                f"request of phase {self.stage} is no UTF-8 text: {error}"
+            ) from error
+
+    def _answer(self, process: StageProcess, request: StageRequest, line: bytes) -> Done | Failed:
+        """Have the process do one request."""
+        del request
+        self._events.clear()
         process.send(line)
+        return self._next_answer(process, self._tell)
+
+    def _next_answer(self, process: StageProcess, tell: Callable[[Event], None]) -> Done | Failed:
+        """The answer to the first request that has none; `tell` gets the events before it."""
         clock = Clock(self._timeout_s if process.is_ready else START_TIMEOUT_S)
         while True:
             if self._is_closed:
                 raise self._cancelled()
-            events = process.exchange(TICK_S)
-            for event in events:
+            if not self._events:
+                self._events.extend(process.exchange(TICK_S))
+            is_quiet = not self._events
+            while self._events:
+                event = self._events.popleft()
                 if isinstance(event, Ready):
                     clock = Clock(self._timeout_s)
                 elif isinstance(event, Progress):
                     clock.is_stopped = event.activity == "waiting"
-                self._tell(event)
+                tell(event)
                 if isinstance(event, Done | Failed):
                     return event
-            if not events and process.is_over():
+            if is_quiet and process.is_over():
                 if self._is_closed:
                     raise self._cancelled()
                 raise StageCrashed(process.crash_message())

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from flows.batch.ahead import AheadSession
 from flows.batch.backlog import Backlog
 from flows.batch.display import BatchDisplay, RowDisplay
 from flows.batch.errors import BatchStopped
@@ -27,7 +28,6 @@ from flows.launch import shared_launcher
 from flows.prefect_api import ServerError
 from flows.run import Run
 from flows.saved_files import SavedFile
-from flows.session import StageSession
 from stages.contracts import StageName
 from stages.errors import (
     ArtifactError,
@@ -60,6 +60,9 @@ class Passes:
     Attributes:
         work: The row at work.
         made: Digests of the requests of a fresh batch that were computed in it.
+        is_looking_ahead: Whether its flow runs only to tell its next request.
+        inspected: Runs that know what their model's phases take.
+        has_sent: Whether that has gone to the process.
         num_ended: Rows that are done or have failed.
     """
 
@@ -77,14 +80,16 @@ class Passes:
         self.work: RowWork
         self.backlog = backlog
         self.made: set[str] = set()
+        self.is_looking_ahead = self.has_sent = False
         self._function, self._journal, self._run_id = function, journal, run_id
         self._display = display
         self._may_replace, self._max_failures = may_replace, max_failures
         self._stage: StageName = "inspect"
+        self.inspected: set[Run] = set()
         self._runs: dict[str, Run] = {}
         self._phases: dict[tuple[int, StageName], SharedPhase] = {}
         self._phase: SharedPhase | None = None
-        self._sessions: dict[StageName, StageSession] = {}
+        self._sessions: dict[StageName, AheadSession] = {}
         self.num_ended = self._num_failed = 0
 
     def __enter__(self) -> Self:
@@ -107,12 +112,48 @@ class Passes:
             turn = [work for work in waiting if work.waits_for == self._stage]
             self._display.phase_begins(self._stage, len(turn))
             try:
-                ended = {id(work) for work in turn if self._advance(work)}
+                ended = self._take_turns(turn)
             finally:
-                if (session := self._sessions.get(self._stage)) is not None:
-                    session.rest()
+                self._leave_stage()
                 self._display.phase_ends(self._stage)
             waiting = [work for work in waiting if id(work) not in ended]
+
+    def _take_turns(self, turn: Sequence[RowWork]) -> set[int]:
+        """Run each row up to its next phase; the ids of those that have ended."""
+        ended = set()
+        is_sent = False
+        for work, following in zip(turn, [*turn[1:], None], strict=True):
+            # No row may wait for, or die of, one behind it: the next is sent after this one.
+            is_sent = (is_sent and self._is_at_work()) or self._sends_ahead(work)
+            is_sent = is_sent and following is not None and self._sends_ahead(following)
+            if self._advance(work):
+                ended.add(id(work))
+        return ended
+
+    def _sends_ahead(self, work: RowWork) -> bool:
+        """Have the process get a row's request before the row's turn has come, if it is open."""
+        self.work, self.is_looking_ahead, self.has_sent = work, True, False
+        work.rewind()
+        try:
+            with in_scope(self):
+                self._function(**work.row.arguments)
+        except RowPaused:
+            pass
+        except Exception:
+            pass  # it shows again when the row's turn has come
+        finally:
+            self.is_looking_ahead = False
+        return self.has_sent
+
+    def _is_at_work(self) -> bool:
+        session = self._sessions.get(self._stage)
+        return session is not None and session.is_at_work
+
+    def _leave_stage(self) -> None:
+        if (session := self._sessions.get(self._stage)) is not None:
+            session.rest()
+        for phase in self._phases.values():
+            phase.leave()
 
     def _advance(self, work: RowWork) -> bool:
         """Run a row up to its next phase; whether it has ended."""
@@ -161,7 +202,10 @@ class Passes:
         """See `RowScope.run`."""
         own = dict(arguments) | {"run_id": self._run_id}
         key = repr(sorted((name, repr(value)) for name, value in own.items() if name != "model"))
-        if (run := self._runs.get(key)) is None:
+        run = self._runs.get(key)
+        if self.is_looking_ahead and (run is None or run not in self.inspected):
+            raise RowPaused("inspect")  # which is not for a look ahead to do
+        if run is None:
             run = self._runs[key] = make(**own)
             run.display = RowDisplay(run.display, lambda: self.work)
         return run
@@ -176,9 +220,9 @@ class Passes:
         self._phase = self._phases[key]
         return self._phase
 
-    def _session(self, run: Run, stage: StageName) -> StageSession:
+    def _session(self, run: Run, stage: StageName) -> AheadSession:
         if stage not in self._sessions:
-            self._sessions[stage] = StageSession(
+            self._sessions[stage] = AheadSession(
                 stage,
                 shared_launcher(run.settings.launch),
                 timeout_s=run.timeout_s,

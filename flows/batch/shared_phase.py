@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flows.batch.ahead import AheadSession
+from flows.batch.scope import RowPaused
+from flows.cache import stage_key
+from flows.locks import FlockLockManager, while_waiting
 from flows.run import Phase, Run
-from flows.session import StageSession
 from stages.contracts import StageContext, StageName, StageRequest, StageResult
 
 if TYPE_CHECKING:
     from flows.batch.passes import Passes
+
+AHEAD = "ahead"
+"""Holds the lock of a result whose request was sent ahead, until its task run does."""
 
 NUM_RETRIES = 1
 """A row whose process died gets one more, fresh; then the row is at fault, not the machine."""
@@ -21,9 +27,13 @@ class SharedPhase(Phase):
     A result that the store has makes no Prefect task run.
     """
 
-    def __init__(self, run: Run, stage: StageName, session: StageSession, passes: Passes) -> None:
+    def __init__(self, run: Run, stage: StageName, session: AheadSession, passes: Passes) -> None:
         super().__init__(run, stage, session=session, num_retries=NUM_RETRIES)
-        self._passes = passes
+        self._passes, self._ahead = passes, session
+        # A process may record a result before its task run begins, which has to tell of it.
+        self._task_ahead = self._task.with_options(refresh_cache=True)
+        self._locks = FlockLockManager(run.settings.home.locks)
+        self._locked: set[str] = set()
 
     def __call__(
         self, *inputs: StageResult, label: str = "", seed: int | None = None, **options: Any
@@ -32,9 +42,35 @@ class SharedPhase(Phase):
         if work.is_recalling:
             return work.recall()
         label = f"{work.row.id}: {label}"
-        result = super().__call__(*inputs, label=label, seed=seed, **options)
+        request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
+        self._passes.inspected.add(self._run)
+        if self._passes.is_looking_ahead:
+            self._send_ahead(request)
+            raise RowPaused(self._stage)
+        result = self.answer(request)
         work.has(result)
         return result
+
+    def _send_ahead(self, request: StageRequest) -> None:
+        """Have the process work on what its turn is next, if nobody has or makes it."""
+        if self._run.fresh or self._ahead.has_ahead(request) or self._shortage.is_expected(request):
+            return
+        key = stage_key(request)
+        if self._known(request) or not self._locks.acquire_lock(key, AHEAD, acquire_timeout=0):
+            return
+        self._locked.add(key)
+        self._ahead.send_ahead(request, self._run.context)
+        self._passes.has_sent = True
+
+    def _unlock(self, key: str) -> None:
+        if key in self._locked:
+            self._locked.discard(key)
+            self._locks.release_lock(key, AHEAD)
+
+    def leave(self) -> None:
+        """The pass is over."""
+        for key in [*self._locked]:
+            self._unlock(key)
 
     def run(
         self, request: StageRequest, context: StageContext
@@ -52,10 +88,15 @@ class SharedPhase(Phase):
         return super()._result(request)
 
     def _run_task(self, request: StageRequest, context: StageContext) -> StageResult:
-        if (found := self._known(request)) is not None:
+        has_ahead = self._ahead.has_ahead(request)
+        if not has_ahead and (found := self._known(request)) is not None:
             return found
         self._passes.backlog.sends_task_run()
-        return super()._run_task(request, context)
+        self._unlock(stage_key(request))  # the task run takes the lock of its own
+        if not has_ahead:
+            return super()._run_task(request, context)
+        with while_waiting(self._session.rest):
+            return self._task_ahead(request, self, context)
 
     def _is_known(self, request: StageRequest) -> bool:
         return self._known(request) is not None
