@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flows.background import last_lines, start_in_background
+from flows.port_owner import listens
 from flows.prefect_api import PrefectApi, ServerError, ensure_zombie_automation
 from flows.prefect_profile import apply_profile, user_settings
 from flows.server_state import HOST, ServerState, locked, log_path, read_state, write_state
@@ -169,11 +170,14 @@ class Starting:
             state = read_state(self._home)  # another process may have started it anew
             if state is None or not state.process.is_alive():
                 return None
-            if PrefectApi(state.api_url, self._env).is_healthy():
+            is_healthy = PrefectApi(state.api_url, self._env).is_healthy()
+            # Another home's server may have taken the port after we looked: then it answers
+            # here until ours, which cannot have it, ends.
+            if is_healthy and listens(state.process.pid, state.port):
                 if not state.was_healthy:
                     self._first_answer(state)
                 return state
-            if state.was_healthy and time.monotonic() - began > HUNG_S:
+            if not is_healthy and state.was_healthy and time.monotonic() - began > HUNG_S:
                 logger.warning("the Prefect server at %s hangs; starting it anew", state.api_url)
                 state.process.stop()
                 return None

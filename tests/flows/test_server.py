@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,7 @@ import pytest
 
 from flows import server
 from flows.background import BackgroundProcess, start_in_background
+from flows.port_owner import listens
 from flows.prefect_api import PrefectApi, ServerError
 from flows.server import Server, begin, ensure_server, stop_server
 from flows.server_state import read_state, state_path
@@ -139,6 +141,33 @@ def test_a_port_that_somebody_took_meanwhile_is_left_to_them(fake_home: Home) ->
         moved = ensure_server(fake_home, CLEAN)
     assert moved.mode == "local"
     assert moved.api_url != state.api_url
+
+
+def test_another_homes_server_that_took_the_port_at_the_same_moment_is_not_ours(
+    fake_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two homes may look for a port at once, and find the same one free."""
+    others: list[subprocess.Popen[bytes]] = []
+
+    def start_late(command: list[str], **options: Any) -> BackgroundProcess:
+        if not others:
+            others.append(subprocess.Popen(command))
+            api = PrefectApi(f"http://127.0.0.1:{command[-1]}/api", CLEAN)
+            while not api.is_healthy():
+                time.sleep(0.02)
+        return start_in_background(command, **options)
+
+    monkeypatch.setattr(server, "start_in_background", start_late)
+    try:
+        found = ensure_server(fake_home, CLEAN)
+        state = read_state(fake_home)
+        assert state is not None and found.mode == "local"
+        assert str(state.port) != others[0].args[-1], "a run would have gone to the other's server"
+        assert listens(local_pid(fake_home), state.port)
+        assert not listens(local_pid(fake_home), state.port + 1000)
+    finally:
+        others[0].kill()
+        others[0].wait()
 
 
 def test_a_server_that_hangs_is_started_again(
