@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -28,6 +28,7 @@ from flows.batch import results
 from flows.batch.results import RowResult
 from flows.exit_codes import EXIT_OK, EXIT_STAGE_FAILED
 from stages.artifacts import ArtifactStore
+from tests.support.deployed_batch import flow_processes, worker_processes
 from tests.support.kills import Victim
 from tests.support.poison import FAILS, KILLS
 from tests.support.watched_poison import ENVIRON, FILE_VARIABLE
@@ -101,7 +102,9 @@ class Torture:
     Args:
         folder: For the table; home and output lie below `disk`.
         disk: A folder on a disk of its own if disks are to be filled, else any.
-        arguments: Of the family, for all rows.
+        arguments: Of the family, for all rows, by name.
+        chunk: Rows of a chunk.
+        deployed: Whether a worker runs the batch, and not the command.
     """
 
     def __init__(
@@ -109,9 +112,11 @@ class Torture:
         folder: Path,
         model: Path,
         table: Sequence[Row],
-        arguments: Sequence[str],
+        arguments: Mapping[str, int | float],
         *,
+        chunk: int,
         disk: Path,
+        deployed: bool = False,
         environ: dict[str, str] | None = None,
     ) -> None:
         self.rows, self.folder, self.disk = list(table), folder, disk
@@ -121,8 +126,14 @@ class Torture:
         self.victim = Victim(folder / "home", model, own | (environ or {}))
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps(row.cells) + "\n" for row in self.rows))
-        self._command = [sys.executable, "-m", "flows", "batch", str(path), "--family", "z-image"]
-        self._command += ["--model", str(model), "--output", str(self.output), *arguments]
+        self._parameters = {
+            "table": str(path),
+            "family": "z-image",
+            "output": str(self.output),
+            "chunk": chunk,
+            "arguments": {"model": str(model), **arguments},
+        }
+        self._is_deployed = deployed
         self.verdict = Verdict(len(self.rows))
 
     def play(
@@ -136,7 +147,7 @@ class Torture:
         """Give the batch until it ends by itself and every blow has fallen, or no row is left.
 
         Args:
-            targets: `child`, `flow`, `server` or `disk`, in the order of the blows.
+            targets: `child`, `flow`, `server`, `worker` or `disk`, in the order of the blows.
             between_s: Least and most seconds between two blows.
         """
         draw = random.Random(seed)
@@ -157,7 +168,7 @@ class Torture:
 
     def finish(self) -> None:
         """Once more, undisturbed, with what has failed."""
-        process = self._start("--retry", "failed")
+        process = self._start(retry="failed")
         code = process.wait(timeout=COMMAND_TIMEOUT_S)
         self.verdict.exits[code] += 1
         if code not in (EXIT_OK, EXIT_STAGE_FAILED):
@@ -181,7 +192,9 @@ class Torture:
         if left := [path.name for path in self.output.iterdir() if ".tmp-" in path.name]:
             self.verdict.faults.append(f"left in the folder: {left}")
         self._count_work(found)
-        if processes := self.victim.leftovers():
+        for pid in worker_processes(self.victim):
+            os.kill(pid, signal.SIGTERM)
+        if processes := self.victim.leftovers(within_s=30.0):
             self.verdict.faults.append(f"processes left: {processes}")
         report = ArtifactStore(self.disk / "store").verify_all()
         if not report.is_intact:
@@ -194,15 +207,21 @@ class Torture:
 
     # ---- blows -----------------------------------------------------------------------------
 
-    def _start(self, *more: str) -> subprocess.Popen[bytes]:
+    def _start(self, **more: str) -> subprocess.Popen[bytes]:
+        parameters = self._parameters | more
         with (self.folder / "log.txt").open("ab") as log:
             return subprocess.Popen(
-                [*self._command, *more],
+                self._deployed(parameters) if self._is_deployed else _command(parameters),
                 env=self.victim.environ,
                 cwd=Path(__file__).resolve().parents[2],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def _deployed(self, parameters: dict[str, Any]) -> list[str]:
+        path = self.folder / "parameters.json"
+        path.write_text(json.dumps(parameters))
+        return [sys.executable, "-m", "tests.support.deployed_batch", str(path)]
 
     def _strike(self, target: str, process: subprocess.Popen[bytes]) -> bool:
         if target == "disk":
@@ -210,7 +229,8 @@ class Torture:
                 _ends_within(process, FULL_DISK_S)
             return True
         pids = {
-            "flow": lambda: [process.pid] if process.poll() is None else [],
+            "flow": lambda: self._flow_processes(process),
+            "worker": lambda: worker_processes(self.victim),
             "server": self.victim.servers,
             "child": self.victim.stage_processes,
         }[target]()
@@ -218,6 +238,18 @@ class Torture:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return bool(pids)
+
+    def _flow_processes(self, process: subprocess.Popen[bytes]) -> list[int]:
+        if self._is_deployed:
+            return flow_processes(self.victim)
+        return [process.pid] if process.poll() is None else []
+
+    def stop(self) -> None:
+        """Kill what serves the batch: the last word on a home that goes away."""
+        for pid in worker_processes(self.victim):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.victim.stop_server()
 
     # ---- judgement -------------------------------------------------------------------------
 
@@ -286,6 +318,21 @@ def undisturbed(
         )
         found[row.id] = read_pixels(BytesIO(encode_png(images[0])))
     return found
+
+
+def _command(parameters: dict[str, Any]) -> list[str]:
+    options = parameters["arguments"] | parameters
+    del options["arguments"]
+    table = options.pop("table")
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    return [
+        sys.executable,
+        "-m",
+        "flows",
+        "batch",
+        table,
+        *(each for pair in pairs for each in pair),
+    ]
 
 
 def read_pixels(path: Path | BytesIO) -> Pixels:
