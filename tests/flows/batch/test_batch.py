@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from flows.batch.shared_phase import AHEAD
+from flows.locks import FlockLockManager
 from stages.errors import ArtifactError, RequestError
 from stages.media import read_settings
 from tests.flows.batch.conftest import Nights
@@ -264,3 +266,35 @@ def test_a_batch_leaves_what_its_page_shows(nights: Nights) -> None:
     about = results.read_about(nights.output / results.NAME)
     assert about["forecast"]["run_id"] != about["run_id"]
     assert batch_report(nights.output, reports).forecast == report.forecast
+
+
+def test_a_result_that_another_run_is_making_is_not_made_ahead_of_its_turn(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.batch.ahead import AheadSession
+
+    sent: list[str] = []
+    send = AheadSession.send_ahead
+
+    def noted(self: AheadSession, request: Any, context: Any) -> None:
+        sent.append(request.stage)
+        send(self, request, context)
+
+    monkeypatch.setattr(AheadSession, "send_ahead", noted)
+    nights.write([{"prompt": "the same", "seed": n} for n in range(3)])
+    assert nights.run().summary.num_done == 3
+    assert sent.count("denoise") == 3 and sent.count("decode") == 3
+    assert not list((nights.home / "locks").glob("*.lock"))
+
+    sent.clear()
+    nights.write([{"prompt": "the same", "seed": n} for n in range(10, 13)])
+    monkeypatch.setattr(FlockLockManager, "acquire_lock", _refuses_ahead)
+    assert nights.run(overwrite=True).summary.num_done == 3
+    assert sent == []
+
+
+_acquire_lock = FlockLockManager.acquire_lock
+
+
+def _refuses_ahead(self: FlockLockManager, key: str, holder: str, *args: Any, **more: Any) -> bool:
+    return holder != AHEAD and _acquire_lock(self, key, holder, *args, **more)
