@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,14 +20,10 @@ from pydantic import JsonValue
 
 from flows.batch.scope import current_scope
 from flows.display import Display, current_display
-from flows.fallbacks import Shortage
 from flows.launch import shared_launcher
-from flows.locks import while_waiting
-from flows.progress import report_progress
+from flows.phase import Phase
 from flows.reports.journal import Journal, JournalDisplay
-from flows.session import StageSession
 from flows.settings import RunSettings
-from flows.tasks import stage_task
 from stages.artifacts import open_store
 from stages.block_inputs import inputs_of_phase
 from stages.contracts import (
@@ -40,157 +35,16 @@ from stages.contracts import (
     StageRequest,
     StageResult,
 )
-from stages.errors import RequestError, StageError, StageOutOfMemory
+from stages.errors import RequestError
 from stages.fingerprints import file_sha256
 from stages.lora_files import Lora
 from stages.manifest import ADAPTER_ROLE, AdapterFacts, Manifest
 from stages.media import Settings
 from stages.models import ModelDirectory
-from stages.protocol import PREVIEW, Done, Failed, Progress, Ready, Warn
 from stages.quantized import quantizer_versions
 from stages.safetensors_header import read_header
 from stages.tokens import truncation_sentence
 from stages.versions import CODE_VERSIONS, adapter_library_versions, defining_versions
-
-
-class Phase:
-    """One phase of a run: call it to run a request in the phase's own process.
-
-    Args:
-        session: Has the process; by default one that tells the run's display.
-        num_retries: How often a request is tried again whose process died.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        stage: StageName,
-        *,
-        session: StageSession | None = None,
-        num_retries: int | None = None,
-    ) -> None:
-        self._run, self._stage = run, stage
-        self._label = self._preview = ""
-        self._ran = False
-        self._session = session or StageSession(
-            stage,
-            shared_launcher(run.settings.launch),
-            timeout_s=run.timeout_s,
-            on_event=self.tell,
-        )
-        self._task = stage_task(stage)
-        if num_retries is not None:
-            self._task = self._task.with_options(retries=num_retries)
-        if run.fresh:
-            self._task = self._task.with_options(refresh_cache=True)
-        self._shortage = Shortage(
-            self._run_task,
-            run.display.warn,
-            may_tile=run.may_tile,
-        )
-
-    def __call__(
-        self,
-        *inputs: StageResult,
-        label: str = "",
-        seed: int | None = None,
-        **options: Any,
-    ) -> StageResult:
-        """Run one request, or find its result.
-
-        Args:
-            inputs: Results of earlier phases.
-            label: For people, in logs and displays.
-            seed: Seeds the phase's generator; kept out of phases that draw nothing.
-            options: The pipeline's own arguments for this phase; None means its default.
-
-        Raises:
-            StageError: The phase failed; the class says how.
-        """
-        request = self._run.request(self._stage, inputs, seed=seed, label=label, options=options)
-        return self.answer(request)
-
-    def answer(self, request: StageRequest) -> StageResult:
-        """Run a request, or find its result.
-
-        Raises:
-            StageError: The phase failed; the class says how.
-        """
-        self._label = label = request.label
-        self._preview = ""
-        self._ran = False
-        if self._run.fresh and self._stage == "denoise":  # its own ones still serve its retries
-            self._run.store.checkpoints(request).clear()
-        start = time.perf_counter()
-        about = {"stage": self._stage, "label": label, "request_digest": request.digest}
-        try:
-            result = self._result(request)
-        except StageError as error:
-            kind = type(error).__name__
-            self._run.journal.write("failure", **about, error=kind, message=str(error))
-            raise
-        elapsed_s = time.perf_counter() - start
-        self._run.journal.write(
-            "request",
-            **about,
-            cached=not self._ran,
-            elapsed_s=round(elapsed_s, 6),
-            artifacts={role: ref.digest for role, ref in result.artifacts.items()},
-        )
-        self._run.display.request_ends(
-            self._stage, label, cached=not self._ran, elapsed_s=elapsed_s
-        )
-        if self._stage == "encode" and not self._ran:
-            self._run.tell_truncation(result)  # a process that runs tells it itself
-        return result
-
-    def run(
-        self, request: StageRequest, context: StageContext
-    ) -> tuple[StageResult, dict[str, Any]]:
-        """Called by the task on a cache miss: have the phase's process do the request."""
-        self._ran = True
-        result, report = self._session.run(request, context)
-        self._run.keep_report(request, report)
-        return result, report
-
-    def _result(self, request: StageRequest) -> StageResult:
-        """Run a request; one that is too large for the device in a way that needs less memory."""
-        context = self._run.context
-        if self._shortage.is_expected(request) and not self._is_known(request):
-            return self._shortage.run_with_less(request, context)
-        try:
-            return self._run_task(request, context)
-        except StageOutOfMemory as error:
-            return self._shortage.run_with_less(request, context, error)
-
-    def _run_task(self, request: StageRequest, context: StageContext) -> StageResult:
-        # A run that computes this very result may be waiting for the device that our idle
-        # process holds: while we wait for the result, the process goes.
-        with while_waiting(self._session.rest):
-            return self._task(request, self, context)
-
-    def _is_known(self, request: StageRequest) -> bool:
-        return not self._run.fresh and self._run.store.lookup(request) is not None
-
-    def retire(self) -> None:
-        """End the phase's process, if it ever started."""
-        self._session.close()
-
-    def tell(self, event: Ready | Progress | Warn | Done | Failed) -> None:
-        match event:
-            case Progress():
-                activity = event.activity
-                if activity == PREVIEW:
-                    self._preview = f"{PREVIEW} {event.message}"
-                    activity = self._preview
-                self._run.display.step(
-                    self._stage, self._label, activity, event.step, event.num_steps
-                )
-                report_progress(event.step, event.num_steps, self._preview or activity)
-            case Warn():
-                self._run.display.warn(event.message)
-            case _:
-                pass
 
 
 class Run:

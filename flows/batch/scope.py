@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from flows.run import Phase, Run
+    from flows.phase import Phase
+    from flows.run import Run
     from stages.contracts import StageName
     from stages.media import Settings
 

@@ -8,7 +8,8 @@ from flows.batch.ahead import AheadSession
 from flows.batch.scope import RowPaused
 from flows.cache import stage_key
 from flows.locks import FlockLockManager, while_waiting
-from flows.run import Phase, Run
+from flows.phase import Phase
+from flows.run import Run
 from stages.contracts import StageContext, StageName, StageRequest, StageResult
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import pytest
 
 from flows.display import Display
 from flows.fallbacks import ways_with_less_memory
-from flows.run import Phase, Run
+from flows.phase import Phase
+from flows.run import Run
 from stages.artifacts import ArtifactStore
 from stages.contracts import ArtifactRef, StageContext, StageName, StageRequest, StageResult
 from stages.errors import RequestError, StageFailed, StageOutOfMemory
@@ -47,7 +48,7 @@ def phase_of(home: Path, told: Told) -> Callable[[StageName, Answer], Phase]:
             device="cuda:1",
         )
         run.display = told
-        run.__dict__["manifest"] = Manifest()
+        run.__dict__["_inspected"] = (Manifest(), ())
         phase = Phase(run, stage)
         phase._task = lambda request, _, context: answer(request, context)  # type: ignore[assignment]
         return phase

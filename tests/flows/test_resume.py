@@ -123,7 +123,7 @@ def test_a_flow_finishes_the_batch_whose_second_picture_was_killed(
     home: Path, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task's own retry goes on inside the loop; the first picture is not painted again."""
-    from flows.run import Phase
+    from flows.phase import Phase
     from tests.support.studio import Studio
 
     studio = Studio(MINIATURE, home, tmp_path / "pictures", launcher)
@@ -161,7 +161,7 @@ def test_a_fresh_run_uses_no_checkpoint_of_an_earlier_one(
     home: Path, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows import tasks
-    from flows.run import Phase
+    from flows.phase import Phase
     from tests.support.studio import Studio
 
     monkeypatch.setenv("EXEUNT_CHECKPOINT_EVERY_STEPS", "1")
@@ -189,13 +189,13 @@ def test_a_fresh_run_uses_no_checkpoint_of_an_earlier_one(
 def test_a_program_is_told_the_path_of_each_preview(
     home: Path, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import run
+    from flows import phase
     from flows.display import JsonDisplay, showing
     from tests.support.studio import Studio
 
     lines, shown = io.StringIO(), []
     monkeypatch.setenv("EXEUNT_PREVIEW_EVERY_STEPS", "10")
-    monkeypatch.setattr(run, "report_progress", lambda *about: shown.append(about))
+    monkeypatch.setattr(phase, "report_progress", lambda *about: shown.append(about))
     with showing(JsonDisplay(lines)):
         Studio(MINIATURE, home, tmp_path, launcher).paint(**LOOP, prompt="a red circle")
     events = [json.loads(line) for line in lines.getvalue().splitlines()]

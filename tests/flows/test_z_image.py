@@ -90,12 +90,12 @@ def test_a_batch_of_seeds_split_differently_has_the_same_bits(
 def test_spawned_processes_make_the_same_bits_as_forked_ones(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import run
+    from flows import phase
     from flows.launch import Launcher
 
     forked = studio.paint()
     with Launcher("spawn") as spawner:
-        monkeypatch.setattr(run, "shared_launcher", lambda method: spawner)
+        monkeypatch.setattr(phase, "shared_launcher", lambda method: spawner)
         spawned = studio.paint(fresh=True)
         assert spawner.num_processes_started == {
             "inspect": 1,
