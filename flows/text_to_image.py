@@ -292,11 +292,16 @@ def check_job(
     drowned = strength_warning(start, declared, num_inference_steps)
     device = settings.device if device == "auto" else rules.check_device_name(device)
     require_device_of(opened, device)
-    idle = [without_effect(device, offload, device_budget, host_budget)]
+    file_dtype = opened.components[declared.denoiser].file_dtype
+    dtype = rules.check_dtype(dtype, file_dtype)
+    told = [
+        rules.narrowing_warning(dtype, file_dtype),
+        without_effect(device, offload, device_budget, host_budget),
+    ]
     if guidance_scale is None:
         guidance_scale = own.get("guidance_scale", default_guidance)
     elif default_guidance is None:
-        idle.append(f"guidance_scale has no effect: {opened.directory.name} takes none")
+        told.append(f"guidance_scale has no effect: {opened.directory.name} takes none")
     if guidance_scale is not None:
         guidance_scale = rules.check_guidance(guidance_scale)
     if default_guidance is None:
@@ -318,7 +323,7 @@ def check_job(
         max_sequence_length=max_sequence_length,
         model=opened,
         model_name="miniature" if opened.directory == MINIATURE else opened.directory.name,
-        dtype=rules.check_dtype(dtype, opened.components[declared.denoiser].file_dtype),
+        dtype=dtype,
         device=device,
         offload=choose_offload(offload, device_budget, host_budget),
         folder=check_output_folder(output),
@@ -328,7 +333,7 @@ def check_job(
             *start.warnings,
             *resized,
             *drowned,
-            *(text for text in idle if text),
+            *(text for text in told if text),
         ),
         start=start,
         loras=loras,

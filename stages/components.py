@@ -14,6 +14,7 @@ from stages.errors import ModelError
 from stages.models import ModelDirectory, open_model
 from stages.phases import Graph
 from stages.single_files import load_single_file
+from stages.value_range import require_in_range
 
 
 def bind(
@@ -74,7 +75,8 @@ def load(
     Weights whose file dtype is `dtype` stay mapped from their files.
 
     Raises:
-        ModelError: A component did not load, or a parameter stayed without a value.
+        ModelError: A component did not load, a parameter stayed without a value, or `dtype` cannot
+            hold one.
     """
     dtypes = {name: getattr(torch, text) for name, text in graph.family.dtypes.items()}
     parts = model.components
@@ -168,6 +170,8 @@ def _require_whole(pipe: Any, names: list[str], model: ModelDirectory, failures:
                 f"weight file holds, first {empty[0]!r}; the files are incomplete or belong to "
                 "another model"
             )
+        if name in model.components:
+            require_in_range(component, model.components[name], str(model.origin(name)))
 
 
 @contextmanager

@@ -50,6 +50,7 @@ __all__ = [
     "draw_seed",
     "escape_for_terminal",
     "expand_seeds",
+    "narrowing_warning",
     "size_like",
     "spatial_multiple",
     "vae_scale",
@@ -243,6 +244,21 @@ def check_dtype(dtype: object, file_dtype: str | None = None) -> str:
             f"dtype is {shown(dtype)}, allowed are {', '.join(DTYPES)} and auto{hint}"
         )
     return dtype
+
+
+def narrowing_warning(dtype: str, file_dtype: str | None) -> str | None:
+    """What float16 may cost weights of a wider range; None where nothing is narrowed.
+
+    Args:
+        dtype: The compute dtype by torch's name.
+        file_dtype: That of the model's files.
+    """
+    if dtype != "float16" or file_dtype not in ("bfloat16", "float32"):
+        return None
+    return (
+        f"dtype is float16 and the model's weights are {file_dtype}: what goes beyond 65504 while "
+        "it computes becomes infinite; dtype auto keeps the range"
+    )
 
 
 def check_device_name(device: object) -> str:

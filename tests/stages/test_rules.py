@@ -286,6 +286,14 @@ def test_an_automatic_dtype_is_that_of_the_files() -> None:
     assert rules.check_dtype("float32", "bfloat16") == "float32"
 
 
+def test_a_dtype_of_less_range_than_the_files_is_told() -> None:
+    told = rules.narrowing_warning("float16", "bfloat16")
+    assert told is not None and "are bfloat16" in told and "65504" in told
+    for dtype, files in [("float16", "float16"), ("float16", None), ("bfloat16", "float32"),
+                         ("float32", "bfloat16")]:  # fmt: skip
+        assert rules.narrowing_warning(dtype, files) is None
+
+
 def test_devices_are_named_exactly() -> None:
     for name in ("cpu", "cuda", "cuda:0", "cuda:15"):
         assert rules.check_device_name(name) == name
