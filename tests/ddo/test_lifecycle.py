@@ -159,7 +159,7 @@ def test_a_session_is_not_attached_again(net):
 
 def test_a_budget_that_is_too_small_names_the_need(net):
     before = photograph(net)
-    with pytest.raises(PlanError, match=r"weights need at least \d+ bytes of the device"):
+    with pytest.raises(PlanError, match=r"weights need at least [\d.]+ KiB of the device"):
         session_of(net, budget=3000).attach()
     assert_same(before, photograph(net))
 
