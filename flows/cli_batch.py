@@ -19,6 +19,7 @@ from flows.cli_family import (
     announce,
     call_flow,
     connected,
+    serve_pictures,
     tell_error,
     watched,
 )
@@ -75,6 +76,7 @@ def run(command: str, arguments: list[str]) -> int:
         launcher.expect(first.family)
         launcher.start_fork_server()
         server = starting.wait()
+        serve_pictures(server, settings)
         with connected(server, announced), watched(server, settings.home):
             code = _run(values, as_json, settings)
             if wants_page:

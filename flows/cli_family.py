@@ -25,6 +25,7 @@ from flows.cli_arguments import add_flow_arguments
 from flows.display import JsonDisplay, LineDisplay, LiveDisplay, Tally, showing
 from flows.exit_codes import EXIT_CODES, EXIT_INTERRUPTED, EXIT_OK, exit_code
 from flows.launch import shared_launcher
+from flows.media_service import begin_media
 from flows.prefect_profile import apply_profile
 from flows.server import Server, begin, configured_url, read_state
 from flows.server_watch import ServerWatch
@@ -67,6 +68,7 @@ def run_family(name: str, module_name: str, arguments: list[str]) -> int:
         values = {key: value for key, value in vars(options).items() if key not in OWN_OPTIONS}
         module.check(**{key: value for key, value in values.items() if key not in UNCHECKED})
         server = starting.wait()
+        serve_pictures(server, settings)
         with connected(server, announced), watched(server, settings.home):
             code, was_all_found = _run(module, options.json, values, settings.home)
     finally:
@@ -106,6 +108,12 @@ def connected(server: Server, announced: str | None) -> Iterator[None]:
         {PREFECT_API_URL: server.api_url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: is_ephemeral}
     ):
         yield
+
+
+def serve_pictures(server: Server, settings: RunSettings) -> None:
+    """Have the pictures of a run shown on its page, where that is a server of ours."""
+    if server.mode == "local":
+        begin_media(settings.home, settings.store_url)
 
 
 def watched(server: Server, home: Home) -> AbstractContextManager[object]:

@@ -77,6 +77,8 @@ def _tell_status(found: Status, as_json: bool) -> None:
         print(f"server   {found.api_url.removesuffix('/api')}  {health} ({found.mode})")
     worker = "none" if found.worker_pid is None else f"process {found.worker_pid}"
     print(f"worker   {worker}")
+    if found.media_url is not None:
+        print(f"pictures {found.media_url}  for the server's pages")
     if found.database_nbytes is not None:
         print(f"database {found.database_nbytes / MIB:.1f} MiB")
     for log in found.logs:

@@ -12,6 +12,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from flows.batch.scope import current_scope
+from flows.gallery import Shown, show_gallery
 from flows.run import Run
 from stages.contracts import ArtifactRef, Record, StageResult
 from stages.media import Settings
@@ -90,7 +91,7 @@ def save_file(
 
 
 def list_files(files: Sequence[SavedFile], noun: str) -> None:
-    """Show a run's files as a table on the run's page; a server that cannot is no error.
+    """Show a run's files on the run's page, as a gallery and a table; no server is no error.
 
     Args:
         noun: What they are: `pictures` or `videos`.
@@ -106,6 +107,18 @@ def list_files(files: Sequence[SavedFile], noun: str) -> None:
         }
         for each in files[:MOST_LISTED]
     ]
+    show_gallery(
+        [
+            Shown(
+                digest=each.digest,
+                prompt=each.prompt,
+                label=f"seed {each.seed}",
+                is_clip=each.path.endswith(".mp4"),
+            )
+            for each in files
+        ],
+        noun,
+    )
     description = f"{len(files)} {noun}"
     if len(files) > len(table):
         description += f", the first {len(table)} are listed"

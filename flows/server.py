@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -20,9 +19,10 @@ from typing import Literal
 
 from flows.background import last_lines, start_in_background
 from flows.port_owner import listens
+from flows.ports import HOST, free_port
 from flows.prefect_api import PrefectApi, ServerError, ensure_zombie_automation
 from flows.prefect_profile import apply_profile, user_settings
-from flows.server_state import HOST, ServerState, locked, log_path, read_state, write_state
+from flows.server_state import ServerState, locked, log_path, read_state, write_state
 from flows.settings import Home
 
 __all__ = [
@@ -47,7 +47,6 @@ HUNG_S = 15.0
 """A server that was healthy once and is silent for this long is started again."""
 _NUM_STARTS = 3
 _POLL_S = 0.05
-_NUM_PORT_LOOKS, _PORT_LOOK_S = 25, 0.02
 
 Mode = Literal["configured", "local", "ephemeral"]
 
@@ -241,7 +240,7 @@ def _start(home: Home, env: Mapping[str, str]) -> None:
                 return
             logger.info("Prefect is %s now, its server runs %s: restarting", version, state.version)
             state.process.stop()
-        port = _free_port(None if state is None else state.port)
+        port = free_port(FIRST_PORT, LAST_PORT, None if state is None else state.port)
         process = start_in_background(
             server_command(port),
             env=server_environment(home, port, env),
@@ -251,35 +250,6 @@ def _start(home: Home, env: Mapping[str, str]) -> None:
         write_state(
             home, ServerState(process=process, port=port, version=version, started_s=time.time())
         )
-
-
-def _free_port(remembered: int | None) -> int:
-    """The remembered port if it is free, else the first free one of ours.
-
-    Raises:
-        OSError: None is free.
-    """
-    if remembered is not None:
-        # The threads of a killed server may hold its socket a little longer than its first one.
-        for _ in range(_NUM_PORT_LOOKS):
-            if _is_free(remembered):
-                return remembered
-            time.sleep(_PORT_LOOK_S)
-    for port in range(FIRST_PORT, LAST_PORT + 1):
-        if _is_free(port):
-            return port
-    raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT} on {HOST}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the server does: a port that was in use a moment ago is free for it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:

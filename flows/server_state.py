@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.background import BackgroundProcess
+from flows.ports import HOST
 from flows.settings import Home
-
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from flows.background import BackgroundProcess, last_lines, start_in_background
+from flows.media_service import begin_media, read_media_state, stop_media
 from flows.prefect_api import PrefectApi, ServerError, ensure_zombie_automation
 from flows.prefect_profile import apply_profile
 from flows.server import configured_url, ensure_server, server_environment, stop_server
 from flows.server_state import log_path, read_state
-from flows.settings import Home
+from flows.settings import Home, RunSettings
 from stages.errors import RequestError
 
 POOL = "exeunt"
@@ -38,6 +39,7 @@ class Status:
         server_pid: Process id of a local server that runs.
         server_version: Of the Prefect that a local server runs.
         worker_pid: Process id of a worker of ours that runs.
+        media_url: Where the store's pictures are served for Prefect's pages.
         database_nbytes: Size of a local server's database.
         logs: Where to look when something is wrong.
     """
@@ -48,6 +50,7 @@ class Status:
     server_pid: int | None
     server_version: str | None
     worker_pid: int | None
+    media_url: str | None
     database_nbytes: int | None
     logs: tuple[str, ...]
 
@@ -75,6 +78,7 @@ def up(
         raise ServerError(server.reason)
     api = PrefectApi(server.api_url, env)
     ensure_zombie_automation(api)
+    begin_media(home, RunSettings.from_env(env).store_url, env)
     if deploy:
         own = os.environ if env is os.environ else dict(env)
         apply_profile(home, own)  # before Prefect is imported
@@ -88,7 +92,7 @@ def up(
 
 
 def down(home: Home) -> list[str]:
-    """Stop worker and local server; what was stopped, by name.
+    """Stop worker, server of pictures and local server; what was stopped, by name.
 
     Runs of the worker end too, and count as crashed a little after the server's next start.
     A server of the user's is left alone.
@@ -99,6 +103,8 @@ def down(home: Home) -> list[str]:
         process.stop(_STOP_GRACE_S)
         stopped.append("worker")
     _worker_path(home).unlink(missing_ok=True)
+    if stop_media(home):
+        stopped.append("pictures")
     if stop_server(home):
         stopped.append("server")
     return stopped
@@ -116,6 +122,7 @@ def status(home: Home, env: Mapping[str, str] | None = None) -> Status:
     is_local = state is not None and mode == "local"
     runs = is_local and state is not None and state.process.is_alive()
     worker = _read_worker(home)
+    media = read_media_state(home)
     database = home.prefect / "prefect.db"
     return Status(
         api_url=url,
@@ -124,6 +131,7 @@ def status(home: Home, env: Mapping[str, str] | None = None) -> Status:
         server_pid=state.process.pid if runs and state is not None else None,
         server_version=state.version if runs and state is not None else None,
         worker_pid=worker.pid if worker is not None and worker.is_alive() else None,
+        media_url=media.url if media is not None and media.process.is_alive() else None,
         database_nbytes=database.stat().st_size if is_local and database.exists() else None,
         logs=tuple(str(p) for p in (log_path(home), worker_log_path(home)) if p.exists()),
     )

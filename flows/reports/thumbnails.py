@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 from PIL import Image
 
@@ -22,6 +22,9 @@ MOST_LARGE = 1000
 """With more pictures than this, thumbnails are small: 10,000 of them take some 40 MB."""
 
 MAX_PIXELS = 2**28
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What reading a picture may raise."""
+
 _QUALITY = 72
 _NUM_THREADS = 2
 
@@ -57,14 +60,24 @@ def _thumbnail(item: Item, edge: int) -> Thumbnail:
     if item.media_type and not item.media_type.startswith("image/"):
         return Thumbnail("")
     try:
-        return _shrunk(item.path, edge)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        with item.path.open("rb") as file:
+            data, width, height = small_copy(file, edge)
+    except UNREADABLE as error:
         logger.warning("no thumbnail of %s: %s", item.path, error)
         return Thumbnail("", problem="the file is no picture that can be read")
+    return Thumbnail(data_url(data, "image/webp"), width, height)
 
 
-def _shrunk(path: Path, edge: int) -> Thumbnail:
-    with Image.open(path) as picture:
+def small_copy(file: BinaryIO, edge: int) -> tuple[bytes, int, int]:
+    """A picture as WebP that fits into a square, and the picture's own width and height.
+
+    Args:
+        edge: Of the square, in pixels.
+
+    Raises:
+        One of `UNREADABLE`: It is no picture that can be read, or one of too many pixels.
+    """
+    with Image.open(file) as picture:
         width, height = picture.size
         if width * height > MAX_PIXELS:
             raise ValueError(f"{width}x{height} pixels")
@@ -73,7 +86,7 @@ def _shrunk(path: Path, edge: int) -> Thumbnail:
     small.thumbnail((edge, edge), Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
     small.save(buffer, "WEBP", quality=_QUALITY, method=2)
-    return Thumbnail(data_url(buffer.getvalue(), "image/webp"), width, height)
+    return buffer.getvalue(), width, height
 
 
 def data_url(data: bytes, media_type: str) -> str:

@@ -30,3 +30,11 @@ def test_the_command_line_parses_without_prefect() -> None:
     code = "import sys, flows.cli; print('prefect' in sys.modules, 'pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "False"
+
+
+def test_the_server_of_pictures_loads_neither_torch_nor_prefect() -> None:
+    """It stays as long as the Prefect server does, so it has to be small."""
+    heavy = "torch", "diffusers", "transformers", "prefect"
+    code = f"import sys, flows.media_server; print([n for n in {heavy!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

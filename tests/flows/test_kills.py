@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
-from tests.support.kills import Victim, play, undisturbed
+from flows.prefect_api import PrefectApi
+from flows.server_state import read_state
+from flows.settings import Home
+from tests.support.kills import Victim, picture_ref, play, undisturbed
 
 SEEDS = {"child": 11, "flow": 12, "server": 13}
 
@@ -76,3 +81,20 @@ def test_a_run_that_finds_everything_starts_no_process_and_imports_no_torch(
     code, last, err = victim.finish(process)
     assert code == 0, err
     assert last["made"] == {} and seen == set()
+
+
+def test_the_run_s_page_shows_its_picture(victim: Victim) -> None:
+    """Of the embedded server, with nothing set: the links lead to the very picture."""
+    code, last, err = victim.finish(victim.start(1))
+    assert code == 0, err
+    state = read_state(Home(root=victim.home))
+    assert state is not None
+    wanted = {"artifacts": {"key": {"any_": ["gallery"]}}, "sort": "CREATED_DESC", "limit": 1}
+    (gallery,) = PrefectApi(state.api_url, {}).call("POST", "/artifacts/filter", wanted)
+    small, whole = re.findall(r"\((http://127\.0\.0\.1:43[^)]*)\)", gallery["data"])
+    digest = last["pictures"][0]["digest"]
+    assert whole.endswith(f"/media/{digest}") and small.endswith(f"/thumbnail/{digest}")
+    with urlopen(whole) as answer:
+        assert answer.read() == victim.store.read(picture_ref(last, victim))
+    with urlopen(small) as answer:
+        assert answer.headers["Content-Type"] == "image/webp"

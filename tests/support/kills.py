@@ -121,6 +121,10 @@ class Victim:
             pid for pid, line in self.processes().items() if "prefect" in line and "server" in line
         ]
 
+    def media_servers(self) -> list[int]:
+        """Process ids of the server of pictures, which stays as long as the embedded server."""
+        return [pid for pid, line in self.processes().items() if "flows.media_server" in line]
+
     def stage_processes(self) -> list[int]:
         """Process ids of fork server children and spawned stages."""
         servers = [pid for pid, line in self.processes().items() if "stages.forkserver" in line]
@@ -137,16 +141,16 @@ class Victim:
             time.sleep(0.005)
 
     def stop_server(self) -> None:
-        """Kill the embedded server: the last word on a home that goes away."""
-        for pid in self.servers():
+        """Kill the embedded server, and the pictures' one: the last word on a home that goes."""
+        for pid in [*self.servers(), *self.media_servers()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def leftovers(self, within_s: float = 5.0) -> list[list[str]]:
-        """Processes of ours other than the server that are still there after a grace."""
+        """Processes of ours other than the servers that are still there after a grace."""
         deadline = time.monotonic() + within_s
         while True:
-            servers = set(self.servers())
+            servers = {*self.servers(), *self.media_servers()}
             left = [line for pid, line in self.processes().items() if pid not in servers]
             if not left or time.monotonic() > deadline:
                 return left
@@ -178,7 +182,7 @@ def play(victim: Victim, seed: int, target: str, delay_s: float, expected: bytes
         made = list(last.get("made", {}))
     if code != 0:
         faults.append(f"the command still fails after {num_tries} tries: {err[-800:]}")
-    elif victim.store.read(_picture_ref(last, victim)) != expected:
+    elif victim.store.read(picture_ref(last, victim)) != expected:
         faults.append("the picture's bits differ from the undisturbed run's")
     if left := victim.leftovers():
         faults.append(f"processes left: {left}")
@@ -206,7 +210,8 @@ def _kill(victim: Victim, target: str, process: subprocess.Popen[str]) -> bool:
     return bool(pids)
 
 
-def _picture_ref(last: dict[str, Any], victim: Victim) -> Any:
+def picture_ref(last: dict[str, Any], victim: Victim) -> Any:
+    """The picture in the store that a command's last event names."""
     from stages.contracts import ArtifactRef
 
     digest = last["pictures"][0]["digest"]
