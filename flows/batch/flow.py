@@ -22,6 +22,7 @@ from flows.batch.errors import TableError
 from flows.batch.families import BatchFamily, batch_family
 from flows.batch.forecast import BatchForecast, forecast_batch
 from flows.batch.journal import Journal
+from flows.batch.page import Artifacts, BatchPage
 from flows.batch.passes import Passes
 from flows.batch.progress import Plan
 from flows.batch.scope import remembering
@@ -101,11 +102,16 @@ def batch(
         forecast: Refuse a batch that disk or memory cannot hold.
     """
     _check(chunk, max_failures)
-    display = _display()
     own = batch_family(family)
     defaults = _defaults(own, arguments or {})
     retried = [] if retry is None else [retry]
-    with showing(display), remembering(), Journal.open(output, retry=retried) as journal:
+    artifacts = Artifacts(flow_run.id or "")
+    with (
+        remembering(),
+        Journal.open(output, retry=retried) as journal,
+        BatchPage(_display(), journal, RunSettings.from_env(), artifacts.put) as display,
+        showing(display),
+    ):
         for warning in journal.warnings:
             display.warn(warning)
         prepared = prepare.read(

@@ -86,6 +86,14 @@ class Progress:
             "left_s": None if left_s is None else round(left_s, 1),
         }
 
+    def share(self) -> float:
+        """What of the batch is over, 0 to 1: of its time where that is known, else of its rows."""
+        left_s = self._pace.left_s()
+        if left_s is not None:
+            spent_s = time.monotonic() - self._started
+            return spent_s / (spent_s + left_s) if left_s else 1.0
+        return self._pace.num_ended / self._pace.num_rows
+
     def sentence(self) -> str:
         """For people: `denoise 12/500, 40 of 1000 rows, 1.2 rows/s, 14 min left`."""
         state = self.state()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from flows.batch import page
 from flows.batch.shared_phase import AHEAD
 from flows.locks import FlockLockManager
+from flows.prefect_api import PrefectApi
 from stages.errors import ArtifactError, RequestError
 from stages.media import read_settings
 from tests.flows.batch.conftest import Nights
@@ -55,6 +58,25 @@ def test_every_good_row_has_its_picture_and_a_bad_row_is_a_result(nights: Nights
     assert sorted(p.name for p in nights.output.iterdir()) == sorted(
         [*(row.file for row in ran.rows.values() if row.file), "batch.jsonl", "results.parquet"]
     )
+
+
+def test_the_page_of_a_batch_has_its_progress_and_its_rows(
+    nights: Nights, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brought up to date while it runs, and not once for every row."""
+    monkeypatch.setattr(page, "EVERY_S", 0.0)
+    nights.write([{"prompt": "an owl", "height": 77}] + [{"prompt": f"fox {n}"} for n in range(4)])
+    ran = nights.run(arguments={"num_inference_steps": 1})
+    run_id = ran.rows["000002"].run_id
+    wanted = {"flow_runs": {"id": {"any_": [run_id]}}}
+    found = PrefectApi(prefect_server, {}).call("POST", "/artifacts/filter", wanted)
+    shown = {each["key"]: each for each in found if not each["task_run_id"]}
+    assert len(found) == len(shown) and set(shown) == {"progress-batch", "rows"}
+    assert shown["progress-batch"]["data"] == 100.0
+    assert shown["rows"]["description"].startswith("4 done, 1 invalid; ")
+    table = json.loads(shown["rows"]["data"])
+    assert [line["status"] for line in table] == ["invalid"] + ["done"] * 4
+    assert "77" in table[0]["error"] and table[1]["file"] == "000002.png"
 
 
 def test_a_second_start_redoes_nothing_and_writes_a_lost_picture_from_the_store(
