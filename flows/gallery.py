@@ -23,7 +23,7 @@ MOST_SHOWN = 60
 """Pictures of one gallery: a page of more is slow to draw."""
 
 PER_ROW = 3
-_MOST_LETTERS = 80
+_LABEL_LETTERS, _CAPTION_LETTERS = 24, 28  # what fits below a small picture in one line
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 _NOT_IN_A_LABEL = re.compile(r"[^\w ,.:-]+")
 
@@ -113,17 +113,18 @@ def _cell(shown: Shown, links: Links) -> str:
 def _caption(shown: Shown, links: Links) -> str:
     # Prefect's first pages show a link's text as it is typed, escapes included, and no picture
     # as a link.
-    label = _NOT_IN_A_LABEL.sub("_", shown.label)[:_MOST_LETTERS] or "open"
-    return f"{plain(shown.prompt)} [{label}]({links.whole(shown.digest)})"
+    label = _NOT_IN_A_LABEL.sub("_", shown.label)[:_LABEL_LETTERS].strip() or "open"
+    prompt = plain(shown.prompt, max(0, _CAPTION_LETTERS - len(label)))
+    return f"[{label}]({links.whole(shown.digest)}) {prompt}".rstrip()
 
 
 def _row(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def plain(text: str) -> str:
-    """A text that Markdown shows as it is, in one line, shortened."""
+def plain(text: str, limit: int) -> str:
+    """A text that Markdown shows as it is, in one line, shortened to so many letters."""
     line = " ".join(text.split())
-    if len(line) > _MOST_LETTERS:
-        line = line[: _MOST_LETTERS - 1] + "\u2026"
+    if len(line) > limit:
+        line = line[: limit - 1].rstrip() + "\u2026" if limit > 4 else ""
     return _PUNCTUATION.sub(r"\\\1", line)

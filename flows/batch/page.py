@@ -136,20 +136,24 @@ class BatchPage:
             self._poster.post(100.0 * self._progress.share(), self._progress.sentence())
 
     def _take_stock(self) -> None:
-        counts = ", ".join(f"{n} {status}" for status, n in self._journal.counts().items() if n)
+        counts = self._journal.counts()
         done = sorted(self._rows.values(), key=lambda each: each.row)
-        self._told = ([*self._bad.values(), *done], counts)
+        listed = [*self._bad.values(), *done]
+        told = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
+        if len(listed) < sum(counts.values()):
+            told += f"; {len(listed)} of them are listed, bad ones first"
+        self._told = (listed, told)
 
     def _send(self, percent: float, sentence: str) -> None:
         rows, counts = self._told
         with self._sending:
             self._put("progress", "progress-batch", round(percent, 1), sentence)
             if rows:
-                listed = f"{counts}; at most {MOST_BAD + MOST_LISTED} are listed, bad ones first"
-                self._put("table", "rows", json.dumps([_line(row) for row in rows]), listed)
+                self._put("table", "rows", json.dumps([_line(row) for row in rows]), counts)
             if self._links is not None and (shown := pictures_of(rows)):
                 text = gallery_markdown(shown, self._links)
-                self._put("markdown", "gallery", text, f"the first {len(shown)} pictures")
+                first = "the first " if len(shown) == MOST_SHOWN else ""
+                self._put("markdown", "gallery", text, f"{first}{len(shown)} pictures")
 
 
 def pictures_of(rows: Sequence[RowResult]) -> list[Shown]:
@@ -171,10 +175,9 @@ def _line(row: RowResult) -> dict[str, Any]:
         "row": row.row,
         "id": escape_for_terminal(row.id, limit=80),
         "status": row.status,
-        "file": row.file or "",
-        "prompt": escape_for_terminal(row.prompt or "", limit=120),
+        "file or error": escape_for_terminal(row.file or row.error or "", limit=200),
+        "prompt": escape_for_terminal(row.prompt or "", limit=80),
         "seed": "" if row.seed is None else str(row.seed),
-        "error": escape_for_terminal(row.error or "", limit=300),
     }
 
 

@@ -73,10 +73,10 @@ def test_the_page_of_a_batch_has_its_progress_and_its_rows(
     shown = {each["key"]: each for each in found if not each["task_run_id"]}
     assert len(found) == len(shown) and set(shown) == {"progress-batch", "rows"}
     assert shown["progress-batch"]["data"] == 100.0
-    assert shown["rows"]["description"].startswith("4 done, 1 invalid; ")
+    assert shown["rows"]["description"] == "4 done, 1 invalid"
     table = json.loads(shown["rows"]["data"])
     assert [line["status"] for line in table] == ["invalid"] + ["done"] * 4
-    assert "77" in table[0]["error"] and table[1]["file"] == "000002.png"
+    assert "77" in table[0]["file or error"] and table[1]["file or error"] == "000002.png"
 
 
 def test_a_second_start_redoes_nothing_and_writes_a_lost_picture_from_the_store(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flows.batch import results
+from flows.media_server import MediaServer
 from flows.reports.of_batch import batch_report
 from flows.reports.page import write_page
+from stages.artifacts import ArtifactStore
+from stages.mp4 import encode_mp4
 from tests.support.browser import Page, browser, find_browser
 from tests.support.report_rows import failed_row, good_row
 from tests.support.report_runs import RUN_ID, RecordedRun, stage_report
@@ -180,3 +186,20 @@ def test_the_theme_follows_the_system_until_the_reader_chooses(window: Page, add
     assert window.run(f"{theme}.textContent") == "Theme: light" and window.run(GROUND) == light
     window.run(f"{theme}.click(); {theme}.click()")
     assert window.run(GROUND) == dark
+
+
+def test_a_clip_of_the_server_of_pictures_plays(window: Page, tmp_path: Path) -> None:
+    """Its headers forbid all but what a browser's own page around a clip needs."""
+    store = ArtifactStore(tmp_path / "store")
+    frames = (np.full((32, 32, 3), 10 * number, np.uint8) for number in range(8))
+    clip = store.put(encode_mp4(frames, 8), "video/mp4")
+    with MediaServer(store, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            window.open(f"http://127.0.0.1:{server.server_port}/media/{clip.digest}")
+            window.wait_for("document.querySelector('video').readyState === 4")
+            assert window.complaints() == []
+        finally:
+            server.shutdown()
+            thread.join()
