@@ -20,8 +20,9 @@ demo: $(INSTALLED)
 	$(BIN)/exeunt z-image $(PROMPTS) --seed 7 --output $(DEMO)
 	@echo && echo "The pictures lie in $(CURDIR)/$(DEMO). Run 'make demo' again: nothing is computed twice."
 
+# A file's tests stay in one process, since they share what is costly to set up.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Beside the environment: diffusers imports whichever of these it finds, in every process.
 test-quantized: $(INSTALLED)
