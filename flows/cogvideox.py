@@ -20,6 +20,7 @@ from flows.text_to_video import (
 from flows.videos import Video
 from stages.contracts import OffloadPreset
 from stages.errors import RequestError
+from stages.saving import Label
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 6.0
 SIZE, NUM_FRAMES, FRAME_RATE = (480, 720), 49, 8.0
@@ -52,6 +53,7 @@ def cogvideox(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "videos",
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -90,6 +92,7 @@ def cogvideox(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

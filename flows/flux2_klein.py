@@ -23,6 +23,7 @@ from flows.text_to_image import (
     short,
 )
 from stages.contracts import OffloadPreset
+from stages.saving import Label, PictureFormat
 
 DISTILLED_STEPS = 4
 BASE_STEPS, BASE_GUIDANCE = 50, 4.0
@@ -54,6 +55,9 @@ def flux2_klein(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -88,6 +92,9 @@ def flux2_klein(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

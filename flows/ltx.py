@@ -20,6 +20,7 @@ from flows.text_to_video import (
 from flows.videos import Video
 from stages import rules
 from stages.contracts import OffloadPreset
+from stages.saving import Label
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 3.0
 SIZE, NUM_FRAMES, FRAME_RATE = (512, 704), 161, 25.0
@@ -56,6 +57,7 @@ def ltx(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "videos",
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -99,6 +101,7 @@ def ltx(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

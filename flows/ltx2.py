@@ -21,6 +21,7 @@ from flows.videos import Video
 from stages import size_rules as rules
 from stages.contracts import OffloadPreset
 from stages.errors import RequestError
+from stages.saving import Label
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE, DEFAULT_AUDIO_GUIDANCE = 30, 3.0, 7.0
 SIZE, NUM_FRAMES, FRAME_RATE = (512, 704), 121, 24.0
@@ -58,6 +59,7 @@ def ltx2(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "videos",
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -102,6 +104,7 @@ def ltx2(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

@@ -9,7 +9,6 @@ from typing import Any
 from flows.run import Run
 from flows.saved_files import SavedFile, list_files, save_file
 from stages.contracts import StageResult
-from stages.media import write_png
 
 
 class Picture(SavedFile):
@@ -23,7 +22,7 @@ def save_picture(run: Run, image: StageResult, *, folder: Path, **settings: Any)
         image: What the decode stage made.
         settings: As for `flows.saved_files.save_file`.
     """
-    return Picture(**save_file(run, image.artifacts["image-0"], write_png, folder, **settings))
+    return Picture(**save_file(run, image.artifacts["image-0"], folder, **settings))
 
 
 def list_pictures(pictures: Sequence[Picture]) -> None:

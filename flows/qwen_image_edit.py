@@ -31,6 +31,7 @@ from stages.component_sources import choose_sources
 from stages.contracts import OffloadPreset
 from stages.families import family_named, require_model_of
 from stages.models import open_model, resolve_model
+from stages.saving import Label, PictureFormat
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 4.0
 AREA, STEP = 1024 * 1024, 32  # pixels, in all and along an edge
@@ -60,6 +61,9 @@ def qwen_image_edit(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -96,6 +100,9 @@ def qwen_image_edit(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

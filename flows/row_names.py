@@ -8,6 +8,7 @@ from typing import Any
 
 from stages.errors import RequestError
 from stages.file_names import MAX_STEM_NBYTES, check_name, safe_stem
+from stages.saving import PICTURE_ENDINGS
 from stages.text_rules import shown
 
 DEFAULT_TEMPLATE = "{id}"
@@ -84,9 +85,13 @@ def keep_plain(text: str) -> str:
 
 
 def file_name(name: str, extension: str) -> str:
-    """A checked name below the output folder, with its extension.
+    """A checked name below the output folder, with its extension in place of another format's.
 
     Raises:
         RequestError: It could leave the folder or is no file name; see `check_name`.
     """
+    if isinstance(name, str) and extension in PICTURE_ENDINGS:
+        stem, _, ending = name.rpartition(".")
+        if stem and f".{ending}".casefold() in set(PICTURE_ENDINGS) - {extension}:
+            name = stem
     return str(check_name(name, extension))

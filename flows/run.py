@@ -285,13 +285,13 @@ class Run:
         self._verified.add(name)
         return found
 
-    def keep_item(self, path: Path, ref: ArtifactRef, settings: Settings) -> None:
+    def keep_item(self, path: Path, ref: ArtifactRef, settings: Settings, media_type: str) -> None:
         """Note a saved file and how it was made in the run's journal."""
         self.journal.write(
             "item",
             path=str(path),
             digest=ref.digest,
-            media_type=ref.media_type,
+            media_type=media_type,
             settings=json.loads(settings.as_json()),
             parameters=settings.as_parameters(),
         )

@@ -23,6 +23,7 @@ from flows.text_to_image import (
 )
 from stages.contracts import OffloadPreset
 from stages.errors import RequestError
+from stages.saving import Label, PictureFormat
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 20, 4.5
 TAUGHT = (16, 32, 64, 128)  # latents along an edge, of models with a list of sizes
@@ -54,6 +55,9 @@ def sana(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -89,6 +93,9 @@ def sana(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from flows.batch.scope import current_scope
 from flows.gallery import Shown, show_gallery
 from flows.run import Run
 from stages.contracts import ArtifactRef, Record, StageResult
-from stages.media import Settings
+from stages.finished import finished
+from stages.media import Settings, write_file
 from stages.report import library_versions
 from stages.rules import escape_for_terminal
+from stages.saving import SaveAs
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +45,9 @@ class SavedFile(Record):
 def save_file(
     run: Run,
     ref: ArtifactRef,
-    write: Callable[..., Path],
     folder: Path,
     *,
+    save_as: SaveAs,
     embed_settings: bool,
     prompt: str,
     seed: int,
@@ -55,7 +57,7 @@ def save_file(
     """Write an artifact into `folder` under a safe name that nothing else has.
 
     Args:
-        write: `stages.media.write_png` or its like.
+        save_as: Its format, and what it is labelled with.
         embed_settings: Write all settings into the file.
         stages: Result of each stage, to name the artifacts it came from.
         settings: The rest of `stages.media.Settings`.
@@ -82,10 +84,10 @@ def save_file(
     )
     content = run.store.read(ref)
     if (scope := current_scope()) is not None:
-        path = scope.save(content, write, full, embed=embed_settings)
+        path = scope.save(content, save_as, full, embed=embed_settings)
     else:
-        path = _save(content, write, folder, full if embed_settings else None, prompt, seed)
-    run.keep_item(path, ref, full)
+        path = _save(content, save_as, folder, full if embed_settings else None, prompt, seed)
+    run.keep_item(path, ref, full, save_as.media_type)
     run.display.saved(str(path))
     return {"path": str(path), "prompt": prompt, "seed": seed, "digest": ref.digest}
 
@@ -131,10 +133,11 @@ def list_files(files: Sequence[SavedFile], noun: str) -> None:
 @task(name="save", task_run_name="save-{seed}", persist_result=False, cache_policy=NO_CACHE)
 def _save(
     content: bytes,
-    write: Callable[..., Path],
+    save_as: SaveAs,
     folder: Path,
     settings: Settings | None,
     prompt: str,
     seed: int,
 ) -> Path:
-    return write(content, folder, prompt=prompt, seed=seed, settings=settings)
+    file = finished(content, save_as, settings)
+    return write_file(file, folder, save_as.extension, prompt=prompt, seed=seed)

@@ -22,6 +22,7 @@ from flows.text_to_image import (
     short,
 )
 from stages.contracts import OffloadPreset
+from stages.saving import Label, PictureFormat
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 7.5
 
@@ -49,6 +50,9 @@ def sd15(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -80,6 +84,9 @@ def sd15(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

@@ -24,6 +24,7 @@ from flows.text_to_image import (
 )
 from stages.contracts import OffloadPreset
 from stages.errors import RequestError
+from stages.saving import Label, PictureFormat
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 5.0
 INPAINTING_CHANNELS = 9  # latents, masked image and mask
@@ -56,6 +57,9 @@ def sdxl(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -93,6 +97,9 @@ def sdxl(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

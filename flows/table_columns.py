@@ -22,7 +22,7 @@ BATCH_WIDE = frozenset(
     {
         *("model", "dtype", "device", "offload", "device_budget", "host_budget", "component"),
         *("blocks", "block_input", "output", "embed_settings", "on_truncate", "vae_tiling"),
-        "fresh",
+        *("format", "quality", "label", "fresh"),
     }
 )
 """Arguments that are one for all rows: a stage process serves one model on one device, and no

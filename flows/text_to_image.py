@@ -17,7 +17,9 @@ from pydantic import JsonValue
 
 from flows.batch.scope import remembered
 from flows.cli_arguments import argument_texts
+from flows.from_frames import TEXT_TO_VIDEO
 from flows.from_pictures import (
+    TEXT_TO_IMAGE,
     Start,
     check_start,
     overlay,
@@ -40,6 +42,7 @@ from stages.media import check_output_folder
 from stages.models import MINIATURE, ModelDirectory, open_model, resolve_model
 from stages.offload_rules import choose_offload, without_effect
 from stages.quantized import require_device_of
+from stages.saving import SaveAs, choose_saving
 from stages.size_rules import trained_edge
 
 P = ParamSpec("P")
@@ -85,6 +88,10 @@ ARGUMENTS = {
     "vae_tiling": "Decode in tiles, which takes less memory and changes pixels a little; auto "
     "does so only when memory runs out.",
     "output": "Folder for the pictures.",
+    "format": "Of the files: png keeps every pixel, jpeg and webp are smaller.",
+    "quality": "Of a jpeg or a webp, 1 to 100; by default 90.",
+    "label": "iptc marks each file as made by a model, in a way that picture programs and websites "
+    "read; by default none is marked.",
     "embed_settings": "Write the settings into each picture.",
     "on_truncate": "warn or error when a prompt is longer than the text encoder reads.",
     "fresh": "Compute everything anew, even what is already there.",
@@ -137,6 +144,7 @@ class Job:
         loras: What its models wear, in order.
         blocks: Digest of reviewed custom blocks, by the name of the block in whose place they run.
         block_inputs: What they are given besides, by name.
+        save_as: How its files are written.
     """
 
     family: Family
@@ -159,6 +167,7 @@ class Job:
     loras: tuple[Lora, ...] = ()
     blocks: Mapping[str, str] = field(default_factory=dict)
     block_inputs: Mapping[str, JsonValue] = field(default_factory=dict)
+    save_as: SaveAs = field(default_factory=SaveAs)
 
     @property
     def media(self) -> Mapping[str, Any]:
@@ -233,6 +242,9 @@ def check_job(
     device_budget: str | int | None = None,
     host_budget: str | int | None = None,
     output: str = "pictures",
+    format: str = "png",
+    quality: int | None = None,
+    label: str | None = None,
 ) -> Job:
     """Check every argument, against the model's own configuration where it decides.
 
@@ -311,9 +323,18 @@ def check_job(
     if negative_prompt is not None:
         negative_prompt = rules.check_prompt(negative_prompt, "negative_prompt")
     prompts = [prompt] if isinstance(prompt, str) else prompt
+    prompts = rules.check_prompts(prompts, negative_prompt or "")
+    save_as = choose_saving(
+        format=format,
+        quality=quality,
+        label=label,
+        size=start.size if start.is_cropped and start.size else (width, height),
+        prompts=[text + (negative_prompt or "") for text in prompts],
+        is_from_prompt=start.task in (TEXT_TO_IMAGE, TEXT_TO_VIDEO),
+    )
     return Job(
         family=declared,
-        prompts=rules.check_prompts(prompts, negative_prompt or ""),
+        prompts=prompts,
         negative_prompt=negative_prompt,
         seeds=rules.expand_seeds(rules.check_seed(seed), num_images),
         height=height,
@@ -339,6 +360,7 @@ def check_job(
         loras=loras,
         blocks=reviewed,
         block_inputs=block_inputs,
+        save_as=save_as,
     )
 
 
@@ -452,6 +474,7 @@ def save_pictures(
             run,
             image,
             folder=job.folder,
+            save_as=job.save_as,
             embed_settings=embed_settings,
             prompt=job.prompts[n],
             negative_prompt=(job.negative_prompt or "") if job.is_guided else "",

@@ -161,6 +161,7 @@ def check_video_job(
         width=width,
         start=Start(task=begins.task),
         output=output,
+        format="mp4",
         **others,
     )
     start = begins.start(job.height, job.width)
@@ -261,6 +262,7 @@ def save_videos(
             run,
             file,
             folder=job.folder,
+            save_as=job.save_as,
             embed_settings=embed_settings,
             prompt=job.prompts[n],
             negative_prompt=(job.negative_prompt or "") if job.is_guided else "",

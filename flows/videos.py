@@ -9,7 +9,6 @@ from typing import Any
 from flows.run import Run
 from flows.saved_files import SavedFile, list_files, save_file
 from stages.contracts import StageResult
-from stages.media import write_mp4
 
 
 class Video(SavedFile):
@@ -23,7 +22,7 @@ def save_video(run: Run, file: StageResult, *, folder: Path, **settings: Any) ->
         file: What the decode stage made.
         settings: As for `flows.saved_files.save_file`; they become JSON in its comment.
     """
-    return Video(**save_file(run, file.artifacts["video-0"], write_mp4, folder, **settings))
+    return Video(**save_file(run, file.artifacts["video-0"], folder, **settings))
 
 
 def list_videos(videos: Sequence[Video]) -> None:

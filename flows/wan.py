@@ -22,6 +22,7 @@ from flows.videos import Video
 from stages.contracts import OffloadPreset
 from stages.errors import ModelError, RequestError
 from stages.models import ModelDirectory
+from stages.saving import Label
 
 DEFAULTS = {
     "wan": (50, 5.0, None),
@@ -64,6 +65,7 @@ def wan(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "videos",
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -107,6 +109,7 @@ def wan(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

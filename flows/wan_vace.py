@@ -25,6 +25,7 @@ from stages import rules
 from stages.contracts import OffloadPreset
 from stages.errors import ModelError
 from stages.families import family_named
+from stages.saving import Label
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE, DEFAULT_GUIDANCE_2 = 40, 4.0, 3.0
 FAMILY = "wan22-vace"
@@ -63,6 +64,7 @@ def wan_vace(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "videos",
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -109,6 +111,7 @@ def wan_vace(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

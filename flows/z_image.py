@@ -27,6 +27,7 @@ from flows.text_to_image import (
     short,
 )
 from stages.contracts import OffloadPreset
+from stages.saving import Label, PictureFormat
 
 DEFAULT_STEPS = 8
 DEFAULT_GUIDANCE = 1.0
@@ -59,6 +60,9 @@ def z_image(
     host_budget: str | int | None = None,
     vae_tiling: Literal["auto", "on", "off"] = "auto",
     output: str = "pictures",
+    format: PictureFormat = "png",
+    quality: int | None = None,
+    label: Label | None = None,
     embed_settings: bool = True,
     on_truncate: Literal["warn", "error"] = "warn",
     fresh: bool = False,
@@ -91,6 +95,9 @@ def z_image(
         device_budget=device_budget,
         host_budget=host_budget,
         output=output,
+        format=format,
+        quality=quality,
+        label=label,
     )
     run = begin(job, vae_tiling=vae_tiling, on_truncate=on_truncate, fresh=fresh)
 

@@ -1,4 +1,4 @@
-"""Finished pictures on the user's disk: under safe names, with their settings inside.
+"""Finished files on the user's disk, under safe names, and the settings that they carry.
 
 Nothing is overwritten unless asked for, and nothing is written outside of the output folder.
 This module loads no torch.
@@ -21,7 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from stages.errors import ArtifactError, RequestError
 from stages.file_names import check_name, find_collisions, safe_stem
 from stages.file_writes import check_folder_writable, new_file, raise_write_error, temp_name
-from stages.png_text import SIGNATURE, read_texts, with_texts
+from stages.png_text import read_texts
+from stages.xmp import settings_in
 
 __all__ = [
     "Settings",
@@ -30,9 +31,7 @@ __all__ = [
     "find_collisions",
     "read_settings",
     "safe_stem",
-    "with_settings",
-    "write_mp4",
-    "write_png",
+    "write_file",
 ]
 
 SETTINGS_FORMAT = 1
@@ -132,88 +131,32 @@ def check_output_folder(folder: str | Path) -> Path:
     return path
 
 
-def with_settings(content: bytes, settings: Settings) -> bytes:
-    """A PNG or MP4 file with its settings inside, as `write_png` and `write_mp4` write it.
-
-    Raises:
-        ArtifactError: `content` is neither.
-    """
-    is_png = content.startswith(SIGNATURE)
-    return _png_with(content, settings) if is_png else _mp4_with(content, settings)
-
-
-def _png_with(png: bytes, settings: Settings) -> bytes:
-    return with_texts(png, {"parameters": settings.as_parameters(), KEYWORD: settings.as_json()})
-
-
-def _mp4_with(mp4: bytes, settings: Settings) -> bytes:
-    from stages.mp4 import with_texts as with_comment
-
-    return with_comment(mp4, {"comment": settings.as_json()})
-
-
-def write_png(
-    png: bytes,
+def write_file(
+    content: bytes,
     folder: str | Path,
+    extension: str,
     *,
     prompt: str = "",
     seed: int | None = None,
     name: str | None = None,
-    settings: Settings | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a picture under a name that nothing else has, and return its absolute path.
+    """Write a finished file under a name that nothing else has, and return its absolute path.
 
     The file appears whole or not at all; any number of processes may write into one folder.
 
     Args:
-        png: A PNG file; its pixels stay as they are.
+        content: Of the file, its settings included; see `stages.finished`.
         folder: Created if need be.
+        extension: Of its format, such as `.png`.
         prompt, seed: Make the name where none is given.
         name: The user's own name, with `/` between subfolders; see `check_name`.
-        settings: Written into the file: `parameters` as text and `exeunt` as JSON.
         overwrite: Take the place of a file of that name, where a counter is added otherwise.
 
     Raises:
         RequestError: The name cannot be used, or a subfolder is a link.
-        ArtifactError: `png` is no PNG file, or it cannot be written.
+        ArtifactError: It cannot be written.
     """
-    if settings is not None:
-        png = _png_with(png, settings)
-    return _write(png, ".png", folder, prompt, seed, name, overwrite=overwrite)
-
-
-def write_mp4(
-    mp4: bytes,
-    folder: str | Path,
-    *,
-    prompt: str = "",
-    seed: int | None = None,
-    name: str | None = None,
-    settings: Settings | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write a video as `write_png` writes a picture; its settings are JSON in its comment.
-
-    Raises:
-        RequestError: The name cannot be used, or a subfolder is a link.
-        ArtifactError: `mp4` is no MP4 file, or it cannot be written.
-    """
-    if settings is not None:
-        mp4 = _mp4_with(mp4, settings)
-    return _write(mp4, ".mp4", folder, prompt, seed, name, overwrite=overwrite)
-
-
-def _write(
-    content: bytes,
-    extension: str,
-    folder: str | Path,
-    prompt: str,
-    seed: int | None,
-    name: str | None,
-    *,
-    overwrite: bool,
-) -> Path:
     if name is not None:
         relative = check_name(name, extension)
         stem = relative.name[: -len(extension)]
@@ -311,19 +254,25 @@ def _comment(path: Path) -> str | None:
         raise RequestError(str(error)) from error
 
 
+def _settings_text(path: Path) -> str | None:
+    if path.name.casefold().endswith(".mp4"):
+        return _comment(path)
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith(b"\xff\xd8") or start == b"RIFF":
+        return settings_in(path)
+    return read_texts(path).get(KEYWORD)
+
+
 def read_settings(path: str | Path) -> Settings:
     """The settings that a picture or a video carries. They are data of whoever made the file.
 
     Raises:
-        RequestError: The file is no PNG picture or MP4 video, carries no settings of ours, or
-            settings of a newer format; or its texts exceed the limits of `read_texts`.
+        RequestError: The file is no PNG, JPEG or WebP picture or MP4 video, carries no settings of
+            ours, or settings of a newer format; or its texts exceed the limits of `read_texts`.
         OSError: The file cannot be read.
     """
-    if str(path).casefold().endswith(".mp4"):
-        text = _comment(Path(path))
-    else:
-        text = read_texts(Path(path)).get(KEYWORD)
-    if text is None:
+    if (text := _settings_text(Path(path))) is None:
         raise RequestError(f"picture carries no settings: {path}")
     try:
         document = json.loads(text)

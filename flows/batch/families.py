@@ -62,11 +62,6 @@ class BatchFamily:
         """Arguments that would make several files of one row."""
         return ONE_PICTURE & self.defaults.keys()
 
-    @property
-    def extension(self) -> str:
-        """Of its files."""
-        return ".mp4" if "num_videos" in self.defaults else ".png"
-
     def check(self, arguments: Mapping[str, Any]) -> Any:
         """The checked job of a row.
 

@@ -37,7 +37,9 @@ from stages.errors import (
     RequestError,
     StageCancelled,
 )
-from stages.media import Settings, with_settings
+from stages.finished import finished
+from stages.media import Settings, write_file
+from stages.saving import SaveAs
 
 ENDS_BATCH = (ArtifactError, DependencyError, ModelError, ServerError, StageCancelled)
 """Errors that the next row would meet as well."""
@@ -230,9 +232,7 @@ class Passes:
             )
         return self._sessions[stage]
 
-    def save(
-        self, content: bytes, write: Callable[..., Path], settings: Settings, *, embed: bool
-    ) -> Path:
+    def save(self, content: bytes, save_as: SaveAs, settings: Settings, *, embed: bool) -> Path:
         """See `RowScope.save`; a file of the row's name that is not its own stays.
 
         Raises:
@@ -240,8 +240,7 @@ class Passes:
         """
         row, output = self.work.row, self._journal.output
         settings = replace(settings, row_id=row.id)
-        if embed:
-            content = with_settings(content, settings)
+        content = finished(content, save_as, settings if embed else None)
         path = output / row.file_name
         if not self._may_take(row, path, content):
             raise RequestError(
@@ -250,11 +249,12 @@ class Passes:
             )
         sha256 = hashlib.sha256(content).hexdigest()
         self._journal.saving(row, sha256)
-        path = write(content, output, name=row.file_name, overwrite=True)
+        path = write_file(content, output, save_as.extension, name=row.file_name, overwrite=True)
         self.work.file = RowFile(
             name=path.relative_to(output).as_posix(),
             size=len(content),
             sha256=sha256,
+            media_type=save_as.media_type,
             settings=settings,
         )
         return path

@@ -206,7 +206,7 @@ class _Reader:
             }
             values = {**arguments, **used, "id": row_id(row), "row": row.number, "seed": seed}
             own_name = self._template.fill(values)
-        return file_name(own_name, self.family.extension), job
+        return file_name(own_name, job.save_as.extension), job
 
     def _blame(self, arguments: dict[str, Any], error: RequestError) -> None:
         """Raise if the row is right and an argument that is one for all rows is wrong."""

@@ -24,12 +24,14 @@ class RowFile:
         name: Relative to the output folder.
         size: Bytes.
         sha256: Of the file as written.
+        media_type: Such as `image/png`.
         settings: How it was made, whether or not they stand in the file.
     """
 
     name: str
     size: int
     sha256: str
+    media_type: str
     settings: Settings
 
 
@@ -133,7 +135,7 @@ class RowWork:
             "done",
             run_id,
             file=self.file.name,
-            media_type="video/mp4" if self.file.name.endswith(".mp4") else "image/png",
+            media_type=self.file.media_type,
             file_bytes=self.file.size,
             file_sha256=self.file.sha256,
             picture_sha256=picture_sha256,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flows.run import Run
     from stages.contracts import StageName
     from stages.media import Settings
+    from stages.saving import SaveAs
 
 T = TypeVar("T")
 
@@ -37,13 +38,11 @@ class RowScope(Protocol):
         """
         ...
 
-    def save(
-        self, content: bytes, write: Callable[..., Path], settings: Settings, *, embed: bool
-    ) -> Path:
+    def save(self, content: bytes, save_as: SaveAs, settings: Settings, *, embed: bool) -> Path:
         """Write the row's picture or video under the row's own name.
 
         Args:
-            write: `stages.media.write_png` or its like.
+            save_as: Its format, and what it is labelled with.
             settings: How it was made; into the file if `embed`.
         """
         ...

@@ -52,6 +52,23 @@ def test_a_template_that_no_row_can_fill_is_refused(template: str, message: str)
         NameTemplate(template, FIELDS)
 
 
+@pytest.mark.parametrize(
+    ("name", "extension", "file"),
+    [
+        ("fox.png", ".jpg", "fox.jpg"),
+        ("fox.JPEG", ".jpg", "fox.jpg"),
+        ("a.png/fox.jpg", ".webp", "a.png/fox.webp"),
+        ("FOX.PNG", ".png", "FOX.PNG"),
+        ("v1.5", ".webp", "v1.5.webp"),
+        ("fox.png", ".mp4", "fox.png.mp4"),
+    ],
+)
+def test_an_ending_of_another_picture_format_gives_way(
+    name: str, extension: str, file: str
+) -> None:
+    assert file_name(name, extension) == file
+
+
 def test_a_row_that_cannot_fill_the_template_is_told() -> None:
     with pytest.raises(RequestError, match="prompt is empty in this row"):
         NameTemplate("{prompt}", FIELDS).fill({"prompt": None})

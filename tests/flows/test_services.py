@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,24 @@ def processes_of(home: Home) -> list[str]:
     return found
 
 
+def listening(*pids: int | None) -> set[str]:
+    """The addresses on which processes listen, of both versions of IP."""
+    sockets = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                sockets.add(str(fd.readlink()))
+    found = set()
+    for name, version in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                words = bytes.fromhex(local.partition(":")[0])
+                address = b"".join(words[n : n + 4][::-1] for n in range(0, len(words), 4))
+                found.add(socket.inet_ntop(version, address))
+    return found
+
+
 @pytest.fixture
 def studio(
     prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +98,7 @@ def test_a_deployment_runs_between_up_and_down(studio: tuple[Home, dict[str, str
     assert found.is_healthy
     assert found.server_pid and found.worker_pid
     assert len(processes_of(home)) == 2
+    assert listening(found.server_pid, found.worker_pid) == {"127.0.0.1"}
     assert up(home, env=env) == found, "a second `up` starts nothing"
 
     api = PrefectApi(str(found.api_url))

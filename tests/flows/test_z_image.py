@@ -16,6 +16,7 @@ from PIL import Image
 
 from stages.contracts import ArtifactRef
 from stages.errors import BorderError, ModelError, RequestError
+from stages.media import read_settings
 from tests.support.studio import TINY, Studio
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -363,6 +364,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"output": "/dev/null"}, "/dev/null"),
     ({"device_budget": "twelve"}, "device_budget: 'twelve' is no amount of memory"),
     ({"host_budget": 0}, "host_budget: 0 is 0 bytes"),
+    ({"format": "gif"}, "format is 'gif', allowed are png, jpeg, webp"),
+    ({"quality": 90}, "quality is 90, but a png has none to choose"),
+    ({"format": "webp", "quality": 101}, "quality is 101, allowed are 1 to 100"),
+    ({"format": "jpeg", "prompt": "x" * 60_000}, "bytes, but the settings in a jpeg have room"),
+    ({"label": "c2pa"}, "label is 'c2pa', allowed is iptc"),
     ({"offload": "fast"}, "allowed are auto, resident, stream, low_memory, group, off"),
 ]
 
@@ -446,3 +452,17 @@ def test_a_report_that_cannot_be_kept_costs_a_warning(studio: Studio) -> None:
 def test_settings_stay_out_of_the_picture_on_request(studio: Studio) -> None:
     painted = studio.paint(embed_settings=False)
     assert Image.open(painted.files[0]).text == {}  # type: ignore[attr-defined]
+
+
+def test_another_format_is_written_from_what_was_painted(studio: Studio) -> None:
+    """Format and label are of the file; the picture in the store, and its key, stay."""
+    first = studio.paint()
+    again = studio.paint(format="webp", quality=80, label="iptc")
+    assert again.ran == {}
+    (png,), (webp,) = first.files, again.files
+    assert (webp.stem, webp.suffix) == (png.stem, ".webp")
+    with Image.open(webp) as picture:
+        assert (picture.format, picture.size) == ("WEBP", (64, 64))
+        assert b"/trainedAlgorithmicMedia<" in picture.info["xmp"]
+    assert read_settings(webp) == read_settings(png)
+    assert b"trainedAlgorithmicMedia" not in png.read_bytes()

@@ -18,9 +18,9 @@ from stages.artifacts import ArtifactStore
 from stages.contracts import ArtifactRef, StageRequest, StageResult
 from stages.errors import ArtifactError, ArtifactMissing, ModelError
 from stages.local_files import object_key
-from stages.media import write_png
 from stages.models import open_model
 from tests.support.fake_models import write_model
+from tests.support.saved import write_png
 from tests.support.users import NOBODY, nobody, open_to_others
 
 MIB = 2**20

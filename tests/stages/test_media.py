@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from stages.errors import ArtifactError, RequestError
-from stages.media import Settings, check_output_folder, read_settings, write_png
+from stages.media import Settings, check_output_folder, read_settings
 from stages.png_text import SIGNATURE, chunk, read_texts, with_texts
+from tests.support.saved import write_png
 
 
 def picture(color: int = 100) -> bytes:
@@ -335,7 +336,7 @@ def test_a_disk_without_hard_links_keeps_the_promise(
 
 RACE = """
 import os, sys
-from stages.media import write_png
+from tests.support.saved import write_png
 from pathlib import Path
 png = Path(sys.argv[1]).read_bytes()
 start, end = os.pipe()

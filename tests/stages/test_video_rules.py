@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.errors import ModelError, RequestError
-from stages.media import Settings, read_settings, write_mp4
+from stages.media import Settings, read_settings
 from stages.mp4 import encode_mp4
 from stages.rules import check_share
 from stages.size_rules import check_num_frames, temporal_multiple, vae_scale
 from tests.stages.test_mp4 import scenes
+from tests.support.saved import write_mp4
 from tests.support.video_cases import TEXT_CASES
 
 PUBLISHED: list[tuple[dict[str, Any], int, int]] = [

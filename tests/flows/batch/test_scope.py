@@ -26,7 +26,7 @@ class Stopping:
         self.phases.append(stage)
         raise RowPaused(stage)
 
-    def save(self, content: bytes, write: Any, settings: Any, *, embed: bool) -> Path:
+    def save(self, content: bytes, save_as: Any, settings: Any, *, embed: bool) -> Path:
         raise AssertionError("nothing was painted")
 
 

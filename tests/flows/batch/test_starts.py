@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import namedtuple
 from typing import Any
@@ -52,3 +53,13 @@ def test_each_file_says_which_row_it_is(nights: Nights) -> None:
         assert (settings.prompt, settings.seed) == (row["prompt"], row["seed"])
         assert settings.artifacts == ran.rows[str(row["id"])].digests
         assert {"transformer", "text_encoder", "vae"} <= settings.model_hashes.keys()
+
+    again = nights.run(arguments={"format": "jpeg", "label": "iptc"})
+    assert (again.ran, again.summary.num_done) == ({}, 2)
+    for name, row in again.rows.items():
+        assert (row.file, row.media_type) == (f"{name}.jpg", "image/jpeg")
+        content = (nights.output / f"{name}.jpg").read_bytes()
+        assert hashlib.sha256(content).hexdigest() == row.file_sha256
+        assert content.startswith(b"\xff\xd8") and b"/trainedAlgorithmicMedia<" in content
+        assert read_settings(nights.output / f"{name}.jpg").row_id == name
+    assert nights.run(arguments={"format": "jpeg", "label": "iptc"}).summary.num_run == 0
