@@ -26,10 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flows.batch import results
 from stages.models import resolve_model
 from tests.support.kills import Victim
 from tests.support.stub_denoiser import ENVIRON as STUB
+from tests.support.torture import read_pixels
 from tests.support.turns import Contender, take_turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -111,6 +114,8 @@ class Bench:
             }
             take_turns(contenders)
         self._require_all_done("loop", num_rows)
+        if kind == "modular":
+            self._require_same_pixels("loop")
         spent = {name: round(each.wall_s, 2) for name, each in contenders.items()}
         ratio = spent["batch"] / spent["plain"]
         tell(what="loop", kind=kind, rows=num_rows, ratio=round(ratio, 4), **spent)
@@ -173,6 +178,13 @@ class Bench:
         found = results.read(self.folder / f"out-{name}" / results.NAME)
         states = {row.status for row in found}
         assert states == {"done"} and num_rows in (None, len(found)), (states, len(found))
+
+    def _require_same_pixels(self, name: str) -> None:
+        """What is compared has to be the same work, and so the same pictures."""
+        batch, plain = self.folder / f"out-{name}", self.folder / f"plain-{name}"
+        for path in sorted(plain.glob("*.png")):
+            if not np.array_equal(read_pixels(path), read_pixels(batch / path.name)):
+                sys.exit(f"the plain loop paints {path.name} otherwise")
 
     def _start(
         self, command: list[str], log: Any, environ: dict[str, str]

@@ -33,7 +33,9 @@ def modular(model: str, settings: dict[str, Any]) -> Any:
 
     pipe = diffusers.ZImageModularPipeline(pretrained_model_name_or_path=model)
     pipe.load_components(dtype=torch.float32)
-    pipe.update_components(guider=pipe.guider.new(guidance_scale=settings["guidance_scale"]))
+    # This family's guider is off unless it is told otherwise, and drops the negative half.
+    guider = pipe.guider.new(guidance_scale=settings["guidance_scale"], enabled=True)
+    pipe.update_components(guider=guider)
     pipe.set_progress_bar_config(disable=True)
 
     def paint(prompt: str, height: int, width: int, generator: Any) -> Any:
