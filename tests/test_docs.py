@@ -55,6 +55,13 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     assert not dead
 
 
+def test_the_index_names_every_page_but_the_decisions() -> None:
+    folder = REPOSITORY / "docs"
+    listed = set(LINK.findall((folder / "README.md").read_text(encoding="utf-8")))
+    pages = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.md")}
+    assert pages <= listed
+
+
 def test_the_reference_names_every_option_of_every_family() -> None:
     from flows.cli import COMMANDS, FAMILIES
 
