@@ -112,7 +112,12 @@ class BackgroundProcess:
 
 
 def start_in_background(
-    command: Sequence[str], *, env: Mapping[str, str], folder: Path, log: Path
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    folder: Path,
+    log: Path,
+    pass_fds: Sequence[int] = (),
 ) -> BackgroundProcess:
     """Start a command in a session of its own, with default signal handling.
 
@@ -123,6 +128,7 @@ def start_in_background(
         env: Its whole environment.
         folder: Its working directory.
         log: Gets its output, appended; moved aside beforehand when it has grown too big.
+        pass_fds: Descriptors that it has as well, by the same numbers.
 
     Raises:
         OSError: The log cannot be written, or the process ended at once.
@@ -133,8 +139,9 @@ def start_in_background(
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         detach = [sys.executable, "-I", "-S", "-c", _DETACH, str(log_fd), str(folder)]
+        fds = (log_fd, *pass_fds)
         started = subprocess.run(
-            [*detach, *command], env=env, pass_fds=(log_fd,), stdout=subprocess.PIPE, check=True
+            [*detach, *command], env=env, pass_fds=fds, stdout=subprocess.PIPE, check=True
         )
     except subprocess.CalledProcessError as error:
         raise OSError(f"{command[0]} was not started: status {error.returncode}") from error

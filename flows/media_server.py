@@ -4,7 +4,7 @@ It listens on the loopback interface alone and reads alone: `/media/<sha256>` is
 sound of the store, `/thumbnail/<sha256>` a small copy of a picture. There is no list: who does not
 know a digest finds nothing. Tensors and documents are not served. This module loads no Prefect.
 
-    python -m flows.media_server --home DIR --store URL --port N
+    python -m flows.media_server --home DIR --store URL --listener FD
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import socket
 import threading
 import time
 from functools import lru_cache
@@ -54,14 +55,19 @@ class MediaServer(ThreadingHTTPServer):
     """Serves one store on the loopback interface.
 
     Args:
-        port: 0 takes a free one; `server_port` tells it.
+        listener: Listens there already; by default a free port is taken, see `server_port`.
     """
 
     daemon_threads = True
 
-    def __init__(self, store: ArtifactStore, port: int) -> None:
+    def __init__(self, store: ArtifactStore, listener: socket.socket | None = None) -> None:
         self.store = store
-        super().__init__((HOST, port), _Handler)
+        super().__init__((HOST, 0), _Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self.socket.close()
+            self.socket = listener
+            self.server_address = listener.getsockname()
+            self.server_port = self.server_address[1]
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         self.thumbnail = lru_cache(maxsize=512)(self._thumbnail)
 
@@ -204,10 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--store", required=True)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--lonely-s", type=float, default=LONELY_S)
     options = parser.parse_args()
-    with MediaServer(ArtifactStore(options.store), options.port) as server:
+    listener = socket.socket(fileno=options.listener)
+    with MediaServer(ArtifactStore(options.store), listener) as server:
         watch = (server, Home(root=options.home), options.lonely_s)
         threading.Thread(target=_end_when_lonely, args=watch, daemon=True).start()
         server.serve_forever()

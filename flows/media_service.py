@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.background import BackgroundProcess, start_in_background
-from flows.ports import HOST, free_port
+from flows.ports import HOST, listener
 from flows.prefect_profile import user_settings
 from flows.server_state import locked, read_state
 from flows.settings import Home
@@ -48,7 +48,8 @@ class MediaState:
 def begin_media(home: Home, store_url: str, env: Mapping[str, str] | None = None) -> None:
     """Start the server of pictures beside a local Prefect server with pages, unless it runs.
 
-    Does not wait for it; one that cannot start is no error, since runs need none.
+    Does not wait for it: what is asked of it meanwhile is answered as soon as it runs. One that
+    cannot start is no error, since runs need none.
     """
     env = os.environ if env is None else env
     server = read_state(home)
@@ -101,14 +102,16 @@ def _start(home: Home, store_url: str, env: Mapping[str, str]) -> None:
         if state.store_url == store_url:
             return
         state.process.stop(_STOP_GRACE_S)  # the newest run's pictures are looked at
-    port = free_port(FIRST_PORT, LAST_PORT, None if state is None else state.port)
     command = [sys.executable, "-m", "flows.media_server", "--home", str(home.root)]
-    process = start_in_background(
-        [*command, "--store", store_url, "--port", str(port)],
-        env={**env, "PYTHONPATH": os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")])},
-        folder=home.prefect,
-        log=media_log_path(home),
-    )
+    with listener(FIRST_PORT, LAST_PORT, None if state is None else state.port) as socket:
+        port = socket.getsockname()[1]
+        process = start_in_background(
+            [*command, "--store", store_url, "--listener", str(socket.fileno())],
+            env={**env, "PYTHONPATH": os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")])},
+            folder=home.prefect,
+            log=media_log_path(home),
+            pass_fds=[socket.fileno()],
+        )
     document: dict[str, Any] = {
         "process": process.to_json(),
         "port": port,

@@ -7,6 +7,7 @@ import time
 
 HOST = "127.0.0.1"
 _NUM_LOOKS, _LOOK_S = 25, 0.02
+_BACKLOG = 64
 
 
 def free_port(first: int, last: int, remembered: int | None = None) -> int:
@@ -25,6 +26,25 @@ def free_port(first: int, last: int, remembered: int | None = None) -> int:
         if _is_free(port):
             return port
     raise OSError(f"no free port between {first} and {last} on {HOST}")
+
+
+def listener(first: int, last: int, remembered: int | None = None) -> socket.socket:
+    """A socket that listens on the port that `free_port` would name, held from now on.
+
+    Raises:
+        OSError: None is free.
+    """
+    while True:
+        port = free_port(first, last, remembered)
+        found = socket.socket()
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((HOST, port))
+            found.listen(_BACKLOG)
+        except OSError:  # another process was faster; a socket that listens is not free any more
+            found.close()
+        else:
+            return found
 
 
 def _is_free(port: int) -> bool:

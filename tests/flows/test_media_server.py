@@ -32,7 +32,7 @@ class Shop:
         self.picture = self.store.put(self.png, "image/png").digest
         self.clip = self.store.put(MP4, "video/mp4").digest
         self.tensors = self.store.put(b"\x08\0\0\0\0\0\0\0{}      ").digest
-        self.server = MediaServer(self.store, 0)
+        self.server = MediaServer(self.store)
 
     def get(
         self, path: str, method: str = "GET", **headers: str

@@ -193,7 +193,7 @@ def test_a_clip_of_the_server_of_pictures_plays(window: Page, tmp_path: Path) ->
     store = ArtifactStore(tmp_path / "store")
     frames = (np.full((32, 32, 3), 10 * number, np.uint8) for number in range(8))
     clip = store.put(encode_mp4(frames, 8), "video/mp4")
-    with MediaServer(store, 0) as server:
+    with MediaServer(store) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
