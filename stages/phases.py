@@ -253,7 +253,9 @@ def _nothing_drawn(graph: Graph, phase: str, generator: torch.Generator | None) 
 def _own_states() -> list[torch.Tensor]:
     """The states of torch's own generators."""
     states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return states
 
 
 def make_generator(seed: int | None, state: torch.Tensor | None) -> torch.Generator | None:

@@ -37,7 +37,7 @@ class RunTracker:
         self.warnings: list[str] = []
         self.facts: dict[str, Any] = {}
         if self._on_cuda():
-            self._cuda().reset_peak_memory_stats()
+            self._cuda().reset_peak_memory_stats(context.device)
         self._samples = MemorySamples(self._device_used_bytes if self._on_cuda() else None)
 
     @contextmanager

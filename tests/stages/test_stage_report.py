@@ -20,8 +20,7 @@ from stages.stage_report import StageReport, json_schema
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def tracked() -> dict[str, Any]:
-    """What a tracker of two steps tells, after its way through JSON."""
+def begun(device: str = "cpu") -> RunTracker:
     request = StageRequest.model_validate(
         {
             "stage": "denoise",
@@ -37,8 +36,13 @@ def tracked() -> dict[str, Any]:
             "label": "a fox",
         }
     )
-    context = StageContext(model_dir="/m", store_url="file:///s", home_dir="/h", device="cpu")
-    tracker = RunTracker(request, context)
+    context = StageContext(model_dir="/m", store_url="file:///s", home_dir="/h", device=device)
+    return RunTracker(request, context)
+
+
+def tracked() -> dict[str, Any]:
+    """What a tracker of two steps tells, after its way through JSON."""
+    tracker = begun()
     with tracker.host_phase("run"):
         tracker.step(2)
         tracker.step(2)
@@ -54,6 +58,47 @@ def test_a_trackers_report_fits_its_record() -> None:
     report = StageReport.model_validate(tracked())
     assert (report.steps.num_run, report.label) == (2, "a fox")
     assert report.memory.peak_rss_bytes > 0 and len(report.memory_samples.at_s) >= 2
+
+
+class FakeCuda:
+    """Two devices whose counters of peaks go up until they are set back, as torch's do."""
+
+    def __init__(self) -> None:
+        self.peaks = {"cuda:0": 0, "cuda:1": 0}
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_device_name(self, device: str) -> str:
+        return f"fake {device}"
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        return 2**30, 2**31
+
+    def uses(self, device: str, nbytes: int) -> None:
+        self.peaks[device] = max(self.peaks[device], nbytes)
+
+    def reset_peak_memory_stats(self, device: str = "cuda:0") -> None:
+        self.peaks[device] = 0
+
+    def max_memory_allocated(self, device: str) -> int:
+        return self.peaks[device]
+
+    max_memory_reserved = max_memory_allocated
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_requests_peak_is_its_own_whatever_ran_before_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(RunTracker, "_cuda", staticmethod(lambda: cuda))
+    found = []
+    for nbytes in (500, 9_000, 500):
+        tracker = begun(device)
+        cuda.uses(device, nbytes)
+        found.append(tracker.report()["memory"]["device_peak_allocated_bytes"])
+    assert found == [500, 9_000, 500]
 
 
 def test_the_record_knows_what_it_describes() -> None:
